@@ -1,0 +1,61 @@
+"""fit, unfit: the two verbs. They wire the stages together and hold no logic of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from torch import nn
+
+from memfit.errors import BadOption
+from memfit.plan.options import Options, parse_bytes
+from memfit.run.fitted import Fitted
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fit(
+    model: M,
+    *,
+    budget: int | str | None = None,
+    policy: str = "keep",
+    without: Iterable[str] = (),
+    max_captures: int = 8,
+) -> M:
+    """Make `model` train through memfit's own program, in place, and return it.
+
+    The object, its parameters and its state_dict stay what they were. The step is captured at the first training call
+    of each kind of arguments; eval() and no_grad() use the model's own forward.
+
+    Args:
+        model: any nn.Module.
+        budget: the most bytes the step may need, all included: an int, or "6GiB". None: no limit.
+        policy: what to do with the tensors the backward pass needs. "keep" holds them all.
+        without: names of rewrites to leave out, for diagnosis (see memfit.REWRITES).
+        max_captures: how many kinds of arguments to keep captured.
+
+    Example:
+        >>> model = memfit.fit(torch.nn.Linear(4, 2))
+        >>> model(torch.randn(3, 4)).sum().backward()
+    """
+    if not isinstance(model, nn.Module):
+        raise BadOption(f"fit() takes an nn.Module, not {type(model).__name__}")
+    options = Options(parse_bytes(budget), policy, frozenset(without), max_captures)
+    if "memfit" in model.__dict__:
+        unfit(model)
+    elif hasattr(model, "memfit"):
+        raise BadOption(f"{type(model).__name__} already has an attribute 'memfit'; memfit needs that name")
+    fitted = Fitted(model, options)
+    model.__dict__["memfit"] = fitted
+    model.__dict__["forward"] = fitted
+    return model
+
+
+def unfit(model: M) -> M:
+    """Give `model` its own forward back, and return it. A model that is not fitted is left as it is."""
+    fitted = model.__dict__.pop("memfit", None)
+    if fitted is not None:
+        del model.__dict__["forward"]
+        if fitted.own_forward is not None:
+            model.__dict__["forward"] = fitted.own_forward
+    return model

@@ -1,0 +1,452 @@
+"""Capture: run a module's forward and backward once on fake tensors and write down what it does.
+
+    capture(model, (x,))                      the model alone; tangents come from outside
+    capture(model, (x,), loss=fn, targets=(y,))   the loss in the graph too; the step starts from its gradient, one
+
+Nothing real is computed and nothing real is touched: the model is replaced by a twin that holds fake tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from memfit.capture.recorder import Recorder
+from memfit.capture.shadow import Guard, Shadows
+from memfit.capture.step import Gradient, Half, Origin, Step
+from memfit.capture.structure import Skeleton, put_together, take_apart
+from memfit.capture.twin import Slot, changed_attributes, make_twin, refuse_hooks, slots_of, snapshot
+from memfit.errors import CaptureError, MemfitError
+from memfit.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    fake_mode,
+)
+
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shape of a tensor that is not there: what a fake is made from."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool = False
+    is_leaf: bool = True
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, device: str | None = None) -> Layout:
+        return cls(
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.dtype,
+            device or str(tensor.device),
+            tensor.requires_grad,
+            tensor.is_leaf,
+        )
+
+    def fake(self) -> torch.Tensor:
+        """A tensor of this layout; call it under a fake mode."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return tensor.requires_grad_(self.requires_grad) if self.requires_grad else tensor
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """What the backward half is given: the layout of each tangent (None: undefined), and autocast's state."""
+
+    tangents: tuple[tuple[int, ...] | None, ...] | None = None
+    autocast: Autocast = ()
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """An attribute that the forward pass sets: on which module, under which name, to which output or constant."""
+
+    path: str
+    table: str
+    key: str
+    skeleton: Skeleton
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A Step, and what ties it to the model and the call that it was captured from."""
+
+    step: Step
+    slots: tuple[tuple[Slot, ...], ...]
+    num_inputs: int
+    constants: Mapping[int, torch.Tensor]
+    opaque: tuple[Any, ...]
+    output: Skeleton
+    passed_through: tuple[int | None, ...]
+    assigned: tuple[Assigned, ...] = ()
+    guards: tuple[Guard, ...] = ()
+    incoming: Incoming = field(default_factory=Incoming)
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    targets: Sequence[Any] = (),
+    device: str | None = None,
+    name: str = "",
+) -> Step:
+    """Capture the training step of `model` on these inputs as a Step.
+
+    Args:
+        model: any module; it may hold meta tensors, and is not touched.
+        args, kwargs: what its forward takes. Only shapes are read (and the values of small integer tensors).
+        loss: called as `loss(output, *targets)`; its ops become part of the step.
+        device: where the step is to run if the tensors are on the meta device ("cpu" unless given).
+        name: what the step is called in reports.
+    """
+    return capture_call(
+        model, tuple(args), dict(kwargs or {}), loss=loss, targets=tuple(targets), device=device, name=name
+    ).step
+
+
+def capture_call(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    targets: tuple[Any, ...] = (),
+    device: str | None = None,
+    name: str = "",
+    autocast: Autocast = (),
+    incoming: Incoming | None = None,
+) -> Capture:
+    """Capture a call with all that is needed to run it; `incoming` says what the backward half will be given."""
+    refuse_hooks(model)
+    inputs, skeleton = take_apart((args, kwargs, targets))
+    mode = fake_mode()
+    shadows = Shadows()
+    recorder = Recorder(shadows)
+    with _randomness_refused(recorder):
+        with mode:
+            fakes, slots = _fake_state(model, recorder, device)
+            leaves, given = _fake_inputs(inputs, recorder, shadows, device)
+        twin = make_twin(model, fakes, lambda path, forward, *a, **k: _enter(recorder, path, forward, a, k))
+        before = snapshot(twin)
+        with mode, recorder, _explained(recorder), torch.enable_grad():
+            with _autocast(autocast):
+                call_args, call_kwargs, call_targets = put_together(skeleton, given)
+                output = twin(*call_args, **call_kwargs)
+                if loss is not None:
+                    output = loss(output, *call_targets)
+            return _finish(recorder, twin, before, output, leaves, given, slots, incoming or Incoming(), shadows, name)
+
+
+def _finish(
+    recorder: Recorder,
+    twin: nn.Module,
+    before: dict[tuple[str, str], Any],
+    output: Any,
+    leaves: list[torch.Tensor],
+    given: list[torch.Tensor],
+    slots: tuple[tuple[Slot, ...], ...],
+    incoming: Incoming,
+    shadows: Shadows,
+    name: str,
+) -> Capture:
+    """Take the outputs apart, run the backward half, and close the record."""
+    changed = list(changed_attributes(twin, before))
+    everything = (output, [value for _, _, value in changed])
+    outputs, skeleton = take_apart(everything)
+    assert hasattr(skeleton, "parts")
+    assigned = tuple(
+        _assigned(path, attribute, part)
+        for (path, attribute, _), part in zip(changed, skeleton.parts[1].parts, strict=True)
+    )
+    passed_through = tuple(recorder.source_that_is(tensor) for tensor in outputs)
+    _refuse_written_inputs(recorder, given)
+    # An output that is the very tensor of an input or parameter is handed back as it came.
+    differentiable = [
+        through is None and tensor.requires_grad for tensor, through in zip(outputs, passed_through, strict=True)
+    ]
+    recorder.half = Half.BACKWARD
+    tangents, tangent_values = _tangents(recorder, outputs, differentiable, incoming)
+    gradients = _backward(recorder, leaves, outputs, tangents, incoming)
+    step = Step(
+        ops=tuple(recorder.ops),
+        values=tuple(recorder.values),
+        sources=tuple(recorder.sources),
+        outputs=tuple(
+            recorder.value_of(tensor)
+            for tensor, through in zip(outputs, passed_through, strict=True)
+            if through is None
+        ),
+        tangents=tuple(v for v, through in zip(tangent_values, passed_through, strict=True) if through is None),
+        gradients=gradients,
+        storage_bytes=tuple(recorder.storage_bytes),
+        name=name or type(twin).__name__,
+    )
+    return Capture(
+        step=step,
+        slots=slots,
+        num_inputs=len(given),
+        constants=dict(recorder.constants),
+        opaque=tuple(recorder.opaque),
+        output=skeleton,
+        passed_through=passed_through,
+        assigned=assigned,
+        guards=tuple(shadows.guards),
+        incoming=replace(
+            incoming,
+            tangents=tuple(
+                None if t is None else tuple(t.stride())
+                for t, through in zip(tangents, passed_through, strict=True)
+                if through is None
+            ),
+        ),
+    )
+
+
+def _fake_state(
+    model: nn.Module, recorder: Recorder, device: str | None
+) -> tuple[dict[int, torch.Tensor], tuple[tuple[Slot, ...], ...]]:
+    """Fakes of all tensors in the module tree, each once however often it hangs there, named as sources."""
+    places: dict[int, list[Slot]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for slot, tensor in slots_of(model):
+        places.setdefault(id(tensor), []).append(slot)
+        tensors[id(tensor)] = tensor
+    fakes: dict[int, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        slot = min(places[key], key=lambda s: s.origin is Origin.ATTRIBUTE)
+        _refuse_layout(tensor, f"{slot.origin.value} '{slot.name}'")
+        if slot.origin is Origin.ATTRIBUTE and tensor.grad_fn is not None:
+            raise CaptureError(
+                f"attribute '{slot.name}' holds a tensor of an earlier step's graph. Detach it when storing it, or "
+                "pass it as an argument"
+            )
+        fake = Layout.of(tensor, device=_device(tensor, device)).fake()
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake.detach(), requires_grad=tensor.requires_grad)
+        fakes[key] = fake
+        recorder.know_real(tensor, fake)
+        recorder.add_source(fake, slot.origin, slot.name)
+    return fakes, tuple(tuple(places[key]) for key in tensors)
+
+
+def _fake_inputs(
+    inputs: list[torch.Tensor], recorder: Recorder, shadows: Shadows, device: str | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Fakes of the inputs: the leaves that gradients are taken of, and the tensors the model is given."""
+    leaves, given = [], []
+    for index, tensor in enumerate(inputs):
+        _refuse_layout(tensor, f"input {index}")
+        fake = Layout.of(tensor, device=_device(tensor, device)).fake()
+        recorder.add_source(fake, Origin.INPUT, f"input_{index}")
+        shadows.know(fake, tensor, input_index=index)
+        leaves.append(fake)
+        given.append(_NotALeaf.apply(fake) if tensor.requires_grad and not tensor.is_leaf else fake)
+        if given[-1] is not fake:
+            recorder.alias(given[-1], fake)
+    return leaves, given
+
+
+class _NotALeaf(torch.autograd.Function):
+    """Make a tensor the result of some op, as the caller's was, so that in-place writes are judged as eager would."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _tangents(
+    recorder: Recorder, outputs: list[torch.Tensor], differentiable: list[bool], incoming: Incoming
+) -> tuple[list[torch.Tensor | None], list[int | None]]:
+    """A fake tangent for each differentiable output, of the layout that `incoming` names or else the output's own."""
+    wanted = iter(incoming.tangents or ())
+    tangents: list[torch.Tensor | None] = []
+    values: list[int | None] = []
+    for index, (output, needs) in enumerate(zip(outputs, differentiable, strict=True)):
+        stride = next(wanted, None) if incoming.tangents is not None else tuple(output.stride())
+        if not needs or stride is None:
+            tangents.append(None)
+            values.append(None)
+            continue
+        with _quiet(recorder):
+            tangent = torch.empty_strided(output.shape, stride, dtype=output.dtype, device=output.device)
+        tangents.append(tangent)
+        values.append(recorder.add_source(tangent, Origin.TANGENT, f"tangent_{index}"))
+    return tangents, values
+
+
+def _backward(
+    recorder: Recorder,
+    leaves: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    tangents: list[torch.Tensor | None],
+    incoming: Incoming,
+) -> tuple[Gradient, ...]:
+    """Run autograd on the fakes; note for each gradient when the engine hands it over."""
+    wanted = [
+        recorder.tensor_of(s.value) for s in recorder.sources if s.requires_grad and s.origin is not Origin.TANGENT
+    ]
+    started = [(o, t) for o, t in zip(outputs, tangents, strict=True) if t is not None]
+    if not wanted or not started:
+        return ()
+    order: list[tuple[int, int]] = []
+    for index, leaf in enumerate(wanted):
+        leaf.register_hook(lambda _, index=index: order.append((index, len(recorder.ops))))
+    with _autocast(incoming.autocast):
+        found = torch.autograd.grad(
+            [o for o, _ in started], wanted, [t for _, t in started], allow_unused=True, materialize_grads=False
+        )
+    num_forward = sum(op.half is Half.FORWARD for op in recorder.ops)
+    gradients = []
+    for index, position in order:
+        gradient = found[index]
+        if gradient is not None:
+            value = recorder.value_of(gradient)
+            gradients.append(Gradient(recorder.value_of_source(wanted[index]), value, position - num_forward))
+    return tuple(gradients)
+
+
+def _assigned(path: str, attribute: str, part: Skeleton) -> Assigned:
+    table, _, key = attribute.rpartition(".")
+    table = table if table in ("_parameters", "_buffers") else ""
+    name = ".".join(p for p in (path, key or attribute) if p)
+    if not _holds_tensor(part):
+        raise CaptureError(
+            f"the forward pass changes '{name}', which is not a tensor, so replaying it would not. Keep such state in "
+            "a buffer (register_buffer) or outside forward"
+        )
+    return Assigned(path, table, key if table else attribute, part)
+
+
+def _holds_tensor(part: Any) -> bool:
+    return hasattr(part, "index") or any(_holds_tensor(p) for p in getattr(part, "parts", ()))
+
+
+def _refuse_layout(tensor: torch.Tensor, what: str) -> None:
+    odd = None
+    if tensor.layout is not torch.strided:
+        odd = str(tensor.layout).removeprefix("torch.").replace("_", " ")
+    elif tensor.is_quantized:
+        odd = "quantised"
+    elif type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor):
+        odd = type(tensor).__name__
+    elif tensor.is_complex() and tensor.is_conj():
+        odd = "lazily conjugated"
+    if odd is not None:
+        raise CaptureError(
+            f"{what} is a {odd} tensor of shape {tuple(tensor.shape)}; memfit needs dense, strided tensors. "
+            "Convert it (to_dense(), dequantize()) before the call"
+        )
+
+
+def _refuse_written_inputs(recorder: Recorder, given: list[torch.Tensor]) -> None:
+    """Raise if the model writes into an input that requires grad: the caller's tensor would need a new history."""
+    written = {storage for op in recorder.ops for storage in op.writes}
+    for index, tensor in enumerate(given):
+        if tensor.requires_grad and recorder.values[recorder.value_of(tensor)].storage in written:
+            op = next(o for o in recorder.ops if recorder.values[recorder.value_of(tensor)].storage in o.writes)
+            raise CaptureError(
+                f"module '{op.path or '(root)'}' at {op.source} writes in place ({op.target}) into input {index}, "
+                "which requires grad. Pass a clone() of it, or make that module not in-place"
+            )
+
+
+def _device(tensor: torch.Tensor, device: str | None) -> str:
+    return (device or "cpu") if tensor.device.type == "meta" else str(tensor.device)
+
+
+def _enter(recorder: Recorder, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    recorder.path.append(path)
+    result = forward(*args, **kwargs)
+    recorder.path.pop()  # not in a finally: an error keeps the path it happened on
+    return result
+
+
+@contextlib.contextmanager
+def _quiet(recorder: Recorder) -> Iterator[None]:
+    """Let fakes be made without recording it."""
+    from memfit.torch_internals import without_mode
+
+    with without_mode(recorder):
+        yield
+
+
+@contextlib.contextmanager
+def _autocast(state: Autocast) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device, enabled, dtype in state:
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        yield
+
+
+@contextlib.contextmanager
+def _randomness_refused(recorder: Recorder) -> Iterator[None]:
+    """Raise if Python's or numpy's generator moved: such choices would be frozen into the step. Puts them back."""
+    python, legacy = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+        moved = random.getstate() != python
+        moved_numpy = any(not numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), legacy, strict=True))
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(legacy)
+    if moved or moved_numpy:
+        whose = "Python's `random`" if moved else "numpy's generator"
+        raise CaptureError(
+            f"the forward pass draws from {whose}; the draw would be frozen into the captured step. "
+            "Draw with torch (torch.rand) and use the result in tensor ops, or draw outside the model and pass it in"
+        )
+
+
+@contextlib.contextmanager
+def _explained(recorder: Recorder) -> Iterator[None]:
+    """Turn torch's reasons for not tracing into ours, with the place."""
+    try:
+        yield
+    except MemfitError:
+        raise
+    except DataDependentOutputException as error:
+        raise CaptureError(
+            f"{_place(recorder, error)} asks for the value of a tensor ({error.func}): an .item(), an if or a "
+            "loop that depends on data. Use tensor ops (torch.where), or compute the value outside the model and pass it in"
+        ) from error
+    except DynamicOutputShapeException as error:
+        raise CaptureError(
+            f"{_place(recorder, error)} makes a tensor whose shape depends on data ({error.func}). "
+            "Use a mask of fixed shape, or do it outside the model"
+        ) from error
+    except (UnsupportedFakeTensorException, UnsupportedOperatorException) as error:
+        raise CaptureError(f"{_place(recorder, error)} cannot be run on fake tensors: {error}") from error
+    except (RuntimeError, NotImplementedError) as error:
+        text = str(error)
+        if "FakeTensor" in text or "fake" in text.lower() or "Cannot access data pointer" in text:
+            raise CaptureError(f"{_place(recorder, error)} cannot be run on fake tensors: {text}") from error
+        raise
+
+
+def _place(recorder: Recorder, error: BaseException) -> str:
+    """Module path and the innermost line of the model's own source in the error's traceback."""
+    line = recorder.line_of(error)
+    path = recorder.path[-1] if recorder.path else ""
+    return f"module '{path or '(root)'}'" + (f" at {line}" if line else "")

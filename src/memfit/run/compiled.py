@@ -1,0 +1,201 @@
+"""One captured call made runnable: forward code, the chain behind its outputs, backward code per kind of tangent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.capture.step import Origin
+from memfit.capture.structure import put_together
+from memfit.capture.trace import Capture, Incoming
+from memfit.errors import UnsupportedUse
+from memfit.plan.ledger import Ledger
+from memfit.plan.program import Program
+from memfit.run.codegen import Code, generate
+from memfit.run.nodes import Call, Slice, attach
+from memfit.torch_internals import autocast_state, no_autocast
+
+
+class Compiled:
+    """A Program that runs in place of a module's forward."""
+
+    def __init__(self, capture: Capture, program: Program, recapture: Any, devices: tuple[str, ...], path: str) -> None:
+        self.capture = capture
+        self.program = program
+        self.devices = devices
+        self.path = path
+        self._recapture = recapture
+        self._lock = threading.Lock()
+        self.code: Code = generate(program, capture.opaque)
+        self._variants: dict[Incoming, _Variant | None] = {self._default_incoming: None}
+        self._bind()
+
+    @property
+    def _default_incoming(self) -> Incoming:
+        return Incoming(self.capture.incoming.tangents, self.capture.incoming.autocast)
+
+    def _bind(self) -> None:
+        """Work out once, from the step, what each call needs."""
+        step = self.program.step
+        names = {value.id: value.name for value in step.values}
+        index_of = {source.value: index for index, source in enumerate(step.sources)}
+        outputs = set(step.outputs)
+        carried = self.code.carried
+        self._shared_sources = [
+            (names[s.value], index_of[s.value])
+            for s in step.sources
+            if s.value in carried and s.origin not in (Origin.TANGENT, Origin.CONSTANT)
+        ]
+        self._constants = [(names[v], tensor) for v, tensor in self.capture.constants.items() if v in carried]
+        self._shared_outputs = [(names[v], i) for i, v in enumerate(step.outputs) if v in carried and v not in index_of]
+        output_storages = {step.values[v].storage for v in step.outputs}
+        self._watched = [
+            names[v]
+            for v in carried
+            if step.values[v].storage in output_storages
+            and v not in outputs
+            and v in step.maker_of
+            and step.maker_of[v] < step.num_forward
+        ]
+        self._receivers = [[index_of[step.gradients[g].of] for g in part.gives] for part in self.code.slices]
+        self._tangent_names = [None if v is None else names[v] for v in step.tangents]
+        self._num_state = len(self.capture.slots)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        return Ledger.of(self.program)
+
+    def sources(self, inputs: list[torch.Tensor]) -> list[Any] | None:
+        """The tensors behind the step's sources in order, or None if the model's own no longer hang where they did."""
+        state = []
+        for places in self.capture.slots:
+            tensor = places[0].read()
+            if tensor is None or any(place.read() is not tensor for place in places[1:]):
+                return None
+            state.append(tensor)
+        found: list[Any] = []
+        position = 0
+        for source in self.program.step.sources:
+            if source.origin is Origin.CONSTANT:
+                found.append(self.capture.constants[source.value])
+            elif source.origin is Origin.TANGENT:
+                found.append(None)
+            else:
+                found.append(state[position] if position < self._num_state else inputs[position - self._num_state])
+                position += 1
+        return found
+
+    def __call__(self, model: nn.Module, sources: list[Any]) -> Any:
+        """Run the forward half; the result carries the chain that runs the backward half."""
+        values: dict[str, Any] = {}
+        with torch.no_grad(), no_autocast(self.devices):
+            outputs = list(self.code.forward(values, sources))
+        step = self.program.step
+        if self._receivers:
+            for name, _ in self._shared_outputs:
+                values.pop(name, None)
+            shared = [(name, sources[i]) for name, i in self._shared_sources]
+            shared += [(name, outputs[i]) for name, i in self._shared_outputs]
+            values.update(self._constants)
+            call = Call(values, self._tangent_names, shared, self._begin, self.devices, self.path)
+            call.watched = [(name, values[name], values[name]._version) for name in self._watched]
+            constant = [o for o, tangent in zip(outputs, step.tangents, strict=True) if tangent is None]
+            receivers = [[sources[i] for i in indices] for indices in self._receivers]
+            outputs = list(attach(call, outputs, constant, receivers))
+        return self._result(model, outputs, sources)
+
+    def _result(self, model: nn.Module, outputs: list[torch.Tensor], sources: list[Any]) -> Any:
+        """Outputs in the model's own structure; attributes the forward pass sets are set."""
+        made = iter(outputs)
+        index_of = {source.value: index for index, source in enumerate(self.program.step.sources)}
+        tensors = [next(made) if t is None else sources[index_of[t]] for t in self.capture.passed_through]
+        for assigned in self.capture.assigned:
+            owner = model.get_submodule(assigned.path)
+            table = owner.__dict__[assigned.table] if assigned.table else owner.__dict__
+            table[assigned.key] = put_together(assigned.skeleton, tensors)
+        result, _ = put_together(self.capture.output, tensors)
+        return result
+
+    def _begin(self, call: Call, tangents: tuple[torch.Tensor | None, ...]) -> Sequence[Slice]:
+        """The backward slices for these tangents; captured anew the first time tangents come that way."""
+        strides = tuple(
+            None if name is None or t is None else tuple(t.stride())
+            for name, t in zip(self._tangent_names, tangents, strict=True)
+        )
+        state = tuple(entry for entry in autocast_state(self.devices) if entry[1])
+        incoming = Incoming(strides, state)
+        with self._lock:
+            if incoming not in self._variants:
+                self._variants[incoming] = self._variant(incoming)
+            variant = self._variants[incoming]
+        if variant is None:
+            return self.code.backward
+        return variant.slices(call)
+
+    def _variant(self, incoming: Incoming) -> _Variant:
+        variant: Compiled = self._recapture(incoming)
+        ours, theirs = self.program.step, variant.program.step
+        if [op.target for op in ours.ops[: ours.num_forward]] != [op.target for op in theirs.ops[: theirs.num_forward]]:
+            raise UnsupportedUse(
+                f"{self.path} took another path when captured again for tangents {incoming.tangents}; "
+                "its forward pass is not deterministic"
+            )
+        have = {ours.values[v].name for v in self.code.carried} | {ours.values[s.value].name for s in ours.sources}
+        missing = [
+            theirs.values[v].name
+            for v in variant.code.carried
+            if theirs.values[v].name not in have
+            and (v not in theirs.maker_of or theirs.maker_of[v] < theirs.num_forward)
+            and not any(s.value == v for s in theirs.sources)
+        ]
+        if missing:
+            raise UnsupportedUse(
+                f"{self.path}: the backward pass for these tangents needs {missing}, which the forward pass freed. "
+                "Call memfit.unfit(model) and report this model"
+            )
+        return _Variant(variant, self)
+
+    def arrange(self, base: Compiled) -> list[tuple[list[int], list[int]]]:
+        """For each slice of `base`: which of our slices to run then, and whose gradients to hand over."""
+        step, theirs = self.program.step, base.program.step
+        maker = {step.gradients[g].of: index for index, part in enumerate(self.code.slices) for g in part.gives}
+        arranged = []
+        done = 0
+        for part in base.code.slices:
+            wanted = [theirs.gradients[g].of for g in part.gives]
+            upto = max([done, *(maker[source] + 1 for source in wanted if source in maker)])
+            arranged.append((list(range(done, upto)), wanted))
+            done = upto
+        return arranged
+
+
+class _Variant:
+    """Backward code for tangents that do not come as the base expected, driven by the base's chain of nodes."""
+
+    def __init__(self, compiled: Compiled, base: Compiled) -> None:
+        step = compiled.program.step
+        self.compiled = compiled
+        self.arranged = compiled.arrange(base)
+        self.names = {step.values[value].name for value in compiled.code.carried}
+        self.gives = [[step.gradients[g].of for g in part.gives] for part in compiled.code.slices]
+
+    def slices(self, call: Call) -> list[Slice]:
+        """Slices for one call; gradients that these tangents do not reach are None, as in eager."""
+        for name in call.values.keys() - self.names:
+            del call.values[name]
+        held: dict[int, Any] = {}
+
+        def stretch(indices: list[int], wanted: list[int]) -> Slice:
+            def run(values: dict[str, Any]) -> tuple[Any, ...]:
+                for index in indices:
+                    held.update(zip(self.gives[index], self.compiled.code.backward[index](values), strict=True))
+                return tuple(held.pop(source, None) for source in wanted)
+
+            return run
+
+        return [stretch(indices, wanted) for indices, wanted in self.arranged]

@@ -1,0 +1,165 @@
+"""A fitted module: capture at the first training call of each signature, then run the Program instead of forward."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.capture.rewrites import rewrite
+from memfit.capture.step import Step
+from memfit.capture.structure import put_together, take_apart
+from memfit.capture.trace import Incoming, capture_call
+from memfit.errors import MemfitError
+from memfit.plan.ledger import Ledger
+from memfit.plan.options import Options
+from memfit.plan.planner import plan
+from memfit.run.compiled import Compiled
+from memfit.run.signature import device_types, signature
+from memfit.torch_internals import autocast_state, is_nested_capture
+
+log = logging.getLogger("memfit")
+
+
+class Fitted:
+    """What `model.memfit` is: the model's forward while it is fitted, and the window on what was captured.
+
+    Attributes:
+        code: the generated Python of the newest captured call.
+        step: the newest captured Step, rewrites applied.
+        ledger: live bytes at every instruction of the newest Program.
+    """
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self.model = model
+        self.options = options
+        self.own_forward = model.__dict__.get("forward")
+        self.num_captures = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()
+        self._compiled: OrderedDict[Any, list[Compiled]] = OrderedDict()
+        self._newest: Compiled | None = None
+        self._warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "options": self.options,
+            "own_forward": self.own_forward,
+            "num_captures": 0,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The model's own forward, so that inspect.signature sees its arguments."""
+        if self.own_forward is not None:
+            return self.own_forward
+        return type(self.model).forward.__get__(self.model)
+
+    @property
+    def code(self) -> str:
+        return self.newest.code.text
+
+    @property
+    def step(self) -> Step:
+        return self.newest.program.step
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.newest.ledger
+
+    @property
+    def newest(self) -> Compiled:
+        """The call captured or run last."""
+        if self._newest is None:
+            raise MemfitError(
+                "nothing is captured yet: memfit captures at the first training call "
+                "(model.train(), gradients enabled). Run one step first"
+            )
+        return self._newest
+
+    def __repr__(self) -> str:
+        return f"Fitted({type(self.model).__name__}, {self.options}, {self.num_captures} captured)"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.model.training or not torch.is_grad_enabled() or is_nested_capture():
+            return self.__wrapped__(*args, **kwargs)
+        inputs, skeleton = take_apart((args, kwargs, ()))
+        key = signature(self.model, inputs, skeleton)
+        for compiled in self._compiled.get(key, ()):
+            if all(guard.holds(inputs) for guard in compiled.capture.guards):
+                sources = compiled.sources(inputs)
+                if sources is not None:
+                    self._newest = compiled
+                    return compiled(self.model, sources)
+        compiled = self._capture(key, inputs, args, kwargs)
+        sources = compiled.sources(inputs)
+        assert sources is not None
+        return compiled(self.model, sources)
+
+    def _capture(self, key: Any, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
+        devices = device_types([*inputs, *self.model.parameters()])
+        state = autocast_state(devices)
+
+        def compile_for(incoming: Incoming | None, call_args: Any, call_kwargs: Any) -> Compiled:
+            captured = capture_call(
+                self.model, call_args, call_kwargs, autocast=state, incoming=incoming, name=type(self.model).__name__
+            )
+            step = rewrite(captured.step, without=self.options.without)
+            captured, program = replace(captured, step=step), plan(step, self.options)
+            return Compiled(captured, program, recapture, devices, f"fitted {type(self.model).__name__}")
+
+        stand_in_args, stand_in_kwargs = _stand_ins(args, kwargs)
+
+        def recapture(incoming: Incoming) -> Compiled:
+            return compile_for(incoming, stand_in_args, stand_in_kwargs)
+
+        with self._lock:
+            compiled = compile_for(None, args, kwargs)
+            self.num_captures += 1
+            self._remember(key, compiled)
+        log.info("captured %r; peak %s", compiled.program.step, compiled.ledger.describe_peak())
+        return compiled
+
+    def _remember(self, key: Any, compiled: Compiled) -> None:
+        kept = self._compiled.pop(key, [])
+        self._compiled[key] = [compiled, *kept][: self.options.max_captures]
+        if len(self._compiled) > self.options.max_captures:
+            self._compiled.popitem(last=False)
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "%s was called with more than %d kinds of arguments (shapes, dtypes, non-tensor values); each is "
+                    "captured anew. Pad to fewer shapes, pass changing numbers as tensors, or raise max_captures",
+                    type(self.model).__name__,
+                    self.options.max_captures,
+                )
+        self._newest = compiled
+
+
+def _stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The call's arguments with floating-point tensors replaced by meta ones, so that keeping them keeps no bytes.
+
+    Small integer tensors are copied: the model may branch on their values.
+    """
+    tensors, skeleton = take_apart((args, kwargs))
+    kept: list[torch.Tensor] = []
+    for tensor in tensors:
+        with torch.no_grad():
+            if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > 1 << 20:
+                fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            else:
+                fresh = tensor.detach().clone()
+        kept.append(fresh.requires_grad_(tensor.requires_grad))
+    return put_together(skeleton, kept)

@@ -1,0 +1,180 @@
+"""The only file that touches torch's private API, so that a new torch release is one file's work.
+
+Everything here is a thin name for one thing torch does not export: fake tensors, dispatch modes, operator schemas,
+the autograd engine's position. Written against torch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "OpOverload",
+    "TorchDispatchMode",
+    "UnsupportedFakeTensorException",
+    "UnsupportedOperatorException",
+    "argument_names",
+    "autocast_state",
+    "backward_keeps_graph",
+    "current_backward_sequence",
+    "fake_mode",
+    "has_effect",
+    "is_nested_capture",
+    "is_random",
+    "next_forward_sequence",
+    "no_autocast",
+    "normalised",
+    "real_tensors",
+    "resolve",
+    "storage_key",
+    "target_of",
+    "without_mode",
+    "written_arguments",
+]
+
+# Kernels that write an argument although their schema does not say so.
+_HIDDEN_WRITES = {
+    "aten.native_batch_norm.default": ("running_mean", "running_var"),
+    "aten.cudnn_batch_norm.default": ("running_mean", "running_var"),
+    "aten.miopen_batch_norm.default": ("running_mean", "running_var"),
+}
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode under which tensors have shapes but no bytes; real tensors may meet fake ones (the recorder maps them)."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute with real tensors although a fake mode is on."""
+    with _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def without_mode(mode: TorchDispatchMode) -> Iterator[None]:
+    """Inside the mode that was entered last, do something it does not see."""
+    mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.__enter__()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What two tensors share if and only if they look at the same storage (while both are alive)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def next_forward_sequence() -> int:
+    """The number autograd will give to the next node; the op now being dispatched belongs to the one before."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def current_backward_sequence() -> int | None:
+    """The number of the autograd node that is running its backward now, if one is."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def backward_keeps_graph() -> bool:
+    """True inside a backward pass that was started with retain_graph=True."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def is_nested_capture() -> bool:
+    """True where tensors are not real: under a fake mode, a compiler, a function transform or a tracer."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    )
+
+
+def autocast_state(devices: tuple[str, ...]) -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """For each device type whether autocast is on, and to what."""
+    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
+
+
+@contextlib.contextmanager
+def no_autocast(devices: tuple[str, ...]) -> Iterator[None]:
+    """Autocast off: recorded ops stand below it, their casts are ops of their own."""
+    on = [d for d in devices if torch.is_autocast_enabled(d)]
+    for device in on:
+        torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        for device in on:
+            torch.set_autocast_enabled(device, True)
+
+
+def target_of(func: OpOverload) -> str:
+    """The printable name of an operator: `aten.relu.default`."""
+    return str(func)
+
+
+@cache
+def resolve(target: str) -> OpOverload:
+    """The operator of that printable name."""
+    namespace, name, overload = target.rsplit(".", 2) if target.count(".") == 2 else target.split(".", 2)
+    found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    assert isinstance(found, OpOverload), target
+    return found
+
+
+@cache
+def argument_names(target: str) -> tuple[str, ...]:
+    """Names of the operator's arguments, positional first, as its schema has them."""
+    return tuple(argument.name for argument in resolve(target)._schema.arguments)
+
+
+@cache
+def written_arguments(target: str) -> frozenset[str]:
+    """Names of the arguments the operator writes into, hidden writes included."""
+    schema = resolve(target)._schema
+    declared = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    return frozenset(declared) | frozenset(_HIDDEN_WRITES.get(target, ()))
+
+
+@cache
+def is_random(target: str) -> bool:
+    """True if running the operator twice draws other numbers."""
+    return torch.Tag.nondeterministic_seeded in resolve(target).tags
+
+
+@cache
+def has_effect(target: str) -> bool:
+    """True if dropping a call whose results nobody reads would change anything."""
+    return bool(written_arguments(target)) or is_random(target) or not resolve(target)._schema.returns
+
+
+def normalised(target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """The call's arguments by schema name, defaults filled in."""
+    named: dict[str, Any] = {}
+    for argument in resolve(target)._schema.arguments:
+        if argument.has_default_value():
+            named[argument.name] = argument.default_value
+    named.update(zip(argument_names(target), args, strict=False))
+    named.update(kwargs)
+    return named
