@@ -7,7 +7,7 @@ class MemfitError(Exception):
     """Something memfit cannot do; the text says what, why, and what to do instead."""
 
 
-class CaptureError(MemfitError):
+class CaptureError(MemfitError, RuntimeError):
     """A model whose training step cannot be captured; names the module path and the source line."""
 
 

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "AUTOCAST_DEVICES",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -34,6 +35,8 @@ __all__ = [
     "argument_names",
     "autocast_state",
     "backward_keeps_graph",
+    "below_autograd",
+    "current_backward_name",
     "current_backward_sequence",
     "fake_mode",
     "has_effect",
@@ -49,6 +52,9 @@ __all__ = [
     "without_mode",
     "written_arguments",
 ]
+
+# Device types whose autocast may be on around a call.
+AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 # Kernels that write an argument although their schema does not say so.
 _HIDDEN_WRITES = {
@@ -96,6 +102,19 @@ def current_backward_sequence() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run kernels as autograd would call them: no graph is made, but grad mode stays on, which some kernels ask for."""
+    with torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
+def current_backward_name() -> str | None:
+    """The name of the autograd node that is running its backward now, if one is."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else str(node.name())
+
+
 def backward_keeps_graph() -> bool:
     """True inside a backward pass that was started with retain_graph=True."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
@@ -119,7 +138,7 @@ def autocast_state(devices: tuple[str, ...]) -> tuple[tuple[str, bool, torch.dty
 @contextlib.contextmanager
 def no_autocast(devices: tuple[str, ...]) -> Iterator[None]:
     """Autocast off: recorded ops stand below it, their casts are ops of their own."""
-    on = [d for d in devices if torch.is_autocast_enabled(d)]
+    on = [device for device in devices if torch.is_autocast_enabled(device)]
     for device in on:
         torch.set_autocast_enabled(device, False)
     try:

@@ -22,6 +22,7 @@ from memfit.torch_internals import (
     FakeTensor,
     OpOverload,
     TorchDispatchMode,
+    current_backward_name,
     current_backward_sequence,
     is_random,
     next_forward_sequence,
@@ -35,6 +36,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _OURS = (_HERE, os.path.join(os.path.dirname(os.path.dirname(__file__)), "run") + os.sep)
 _LITERALS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+# Autograd nodes whose formula depends on the data where tensors are real, and does not where they are fake.
+_LOOKS_AT_DATA = frozenset({"ProdBackward0", "ProdBackward1"})
 _LIFT = "aten.lift_fresh.default"
 
 
@@ -50,6 +53,7 @@ class Recorder(TorchDispatchMode):
         self.constants: dict[int, torch.Tensor] = {}
         self.opaque: list[Any] = []
         self.half = Half.FORWARD
+        self.reseeded = False
         self.path: list[str] = []
         self._shadows = shadows
         self._value_of: dict[int, int] = {}
@@ -58,6 +62,7 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, int] = {}
         self._source_tensors: dict[int, torch.Tensor] = {}
         self._source_objects: dict[int, int] = {}
+        self._stale: dict[int, str] = {}
         self._names: Counter[str] = Counter()
         self._op_of_sequence: dict[int, int] = {}
 
@@ -74,9 +79,20 @@ class Recorder(TorchDispatchMode):
         self._alive.append(real)
         self._fake_of_real[id(real)] = fake
 
+    def add_stale(self, fake: torch.Tensor, name: str) -> torch.Tensor:
+        """Note a tensor that belongs to an earlier step's graph: it may be overwritten, but not read."""
+        self._alive.append(fake)
+        self._stale[id(fake)] = name
+        return fake
+
     def value_of(self, tensor: torch.Tensor) -> int:
         """The value that this tensor is now."""
         found = self._value_of.get(id(tensor))
+        if id(tensor) in self._stale:
+            raise CaptureError(
+                f"{self.where()} reads attribute '{self._stale[id(tensor)]}', which holds a tensor of an earlier "
+                "step's graph. Detach it when storing it, or pass it as an argument"
+            )
         if found is None:
             raise CaptureError(
                 f"{self.where()} uses a tensor{tuple(tensor.shape)} that was made outside the captured step. "
@@ -130,8 +146,9 @@ class Recorder(TorchDispatchMode):
             return answer
         args, kwargs = self._fake(args), {key: self._fake(arg) for key, arg in kwargs.items()}
         out = func(*args, **kwargs)
-        outs = list(out) if isinstance(out, (tuple, list)) else [out]
-        if outs and not any(isinstance(o, torch.Tensor) for o in outs):
+        outs = list(out) if isinstance(out, (tuple, list)) else [] if out is None else [out]
+        makes_tensor = any(isinstance(o, torch.Tensor) for o in outs)
+        if not makes_tensor and not written_arguments(target_of(func)) and out is not None:
             return out
         self._record(func, args, kwargs, out, outs)
         if self.half is Half.FORWARD:
@@ -152,6 +169,11 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(
                 f"{self.where()} draws random numbers in the backward pass ({target}), as torch.utils.checkpoint does "
                 "around dropout. Turn checkpointing off in the model: memfit recomputes instead"
+            )
+        if self.reseeded and is_random(target):
+            raise CaptureError(
+                f"{self.where()} draws random numbers ({target}) after setting the generator's state in the model. Set "
+                "the state outside the model"
             )
         if target == _LIFT:
             # A fresh constant on every call: copied, since the model may write to it.
@@ -179,10 +201,26 @@ class Recorder(TorchDispatchMode):
         if self.half is Half.FORWARD:
             self._op_of_sequence.setdefault(next_forward_sequence() - 1, len(self.ops))
             return (self.path[-1] if self.path else ""), self._source()
+        name = current_backward_name()
+        if name in _LOOKS_AT_DATA:
+            raise CaptureError(
+                f"{self.where_in_backward()}: the gradient of this op ({name}) takes another path in eager, one that "
+                "looks at the data, so it could not be equal bit for bit. Write it with other ops (prod as exp of a "
+                "sum of logs, for instance), or fit the parts of the model around it"
+            )
+        return self._forward_place()
+
+    def _forward_place(self) -> tuple[str, str]:
+        """Path and source line of the forward op whose backward is running."""
         sequence = current_backward_sequence()
         index = self._op_of_sequence.get(sequence) if sequence is not None else None
         twin = self.ops[index] if index is not None else self.ops[-1] if self.ops else None
         return (twin.path, twin.source) if twin else ("", "")
+
+    def where_in_backward(self) -> str:
+        """The module and line whose backward is running, or was when an error came."""
+        path, source = self._forward_place()
+        return f"module '{path or '(root)'}'" + (f" at {source}" if source else "")
 
     def _source(self) -> str:
         frame = sys._getframe(1)

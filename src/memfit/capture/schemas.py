@@ -9,7 +9,7 @@ from memfit.capture.needs import Need, needs_of
 from memfit.torch_internals import normalised
 
 if TYPE_CHECKING:
-    from memfit.capture.step import Op
+    from memfit.capture.step import Op, Value
 
 
 def named_operands(op: Op) -> dict[str, Any]:
@@ -19,12 +19,33 @@ def named_operands(op: Op) -> dict[str, Any]:
     return dict(op.operands())
 
 
-def operand_needs(op: Op) -> Iterator[tuple[str, int, Need]]:
+def visible_needs(op: Op, values: tuple[Value, ...]) -> dict[str, Need]:
+    """What the op needs of each argument; some rows of the table ask for dtypes and strides."""
+    from memfit.capture.step import Ref
+
+    named = named_operands(op)
+    shown = {name: _Seen(values[arg.value]) if isinstance(arg, Ref) else arg for name, arg in named.items()}
+    return needs_of(op.target, shown)
+
+
+class _Seen:
+    """A value as the table of needs may look at it: like a tensor without data."""
+
+    def __init__(self, value: Value) -> None:
+        self.dtype = value.dtype
+        self.shape = value.shape
+        self._stride = value.stride
+
+    def stride(self) -> tuple[int, ...]:
+        return self._stride
+
+
+def operand_needs(op: Op, values: tuple[Value, ...]) -> Iterator[tuple[str, int, Need]]:
     """For each value the op reads: through which operand, and what it truly needs of it."""
     from memfit.capture.step import refs_in
 
     named = named_operands(op)
-    needs = needs_of(op.target, named)
+    needs = visible_needs(op, values)
     for name, operand in named.items():
         for value in refs_in(operand):
             yield name, value, needs.get(name, Need.VALUE)

@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from memfit.torch_internals import OpOverload, has_effect, real_tensors, target_of, written_arguments
+from memfit.torch_internals import (
+    OpOverload,
+    has_effect,
+    normalised,
+    real_tensors,
+    storage_key,
+    target_of,
+    written_arguments,
+)
 
 _MAX_ELEMENTS = 1 << 20
 _ASKING = {"aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default"}
@@ -76,6 +84,7 @@ class Guard:
 
 @dataclass
 class _Shadow:
+    fake: torch.Tensor  # held, so that its id stays its own
     real: torch.Tensor
     name: Given | Made
     inputs: frozenset[int]
@@ -88,14 +97,13 @@ class Shadows:
         self.guards: list[Guard] = []
         self._known: dict[int, _Shadow] = {}
         self._lines: list[Line] = []
-        self._alive: list[torch.Tensor] = []  # keeps the ids in _known from being reused
 
     def know(self, fake: torch.Tensor, real: torch.Tensor, *, input_index: int) -> None:
         """Remember the value of an integer input (a copy: the model may write to it)."""
         if real.dtype in _DTYPES and real.numel() <= _MAX_ELEMENTS and real.device.type != "meta":
             with real_tensors():
                 copy = real.detach().clone()
-            self._put(fake, _Shadow(copy, Given(input_index), frozenset({input_index})))
+            self._put(fake, _Shadow(fake, copy, Given(input_index), frozenset({input_index})))
 
     def ask(self, func: OpOverload, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """(True, answer) if this is a question about data and the data is known."""
@@ -119,9 +127,7 @@ class Shadows:
         found = self._operands(args, kwargs) if small else None
         writes = written_arguments(target)
         if found is None or (has_effect(target) and not writes):
-            # A write we cannot follow makes what we knew of that tensor, and of its views, stale.
-            if writes:
-                self._known.clear()
+            self._forget(target, args, kwargs, writes)
             return
         line, inputs = found
         result = self._run(func, args, kwargs)
@@ -130,7 +136,7 @@ class Shadows:
         self._lines.append(line(func))
         if isinstance(result, (list, tuple)):
             return  # several results: no name for each; nobody has needed it
-        self._put(tensors[0], _Shadow(results[0], Made(index), inputs))
+        self._put(tensors[0], _Shadow(tensors[0], results[0], Made(index), inputs))
 
     def _lines_behind(self, question: Line) -> dict[int, Line]:
         """The lines the question depends on; all of them if any writes, since a view may see a write made elsewhere."""
@@ -151,8 +157,19 @@ class Shadows:
         visit((question.args, tuple(question.kwargs.values())))
         return {index: line for index, line in lines.items() if index in wanted}
 
+    def _forget(self, target: str, args: Any, kwargs: Any, writes: frozenset[str]) -> None:
+        """A write we cannot follow makes what we knew of that tensor, and of its views, stale."""
+        named = normalised(target, tuple(args), tuple(kwargs.items())) if writes else {}
+        touched = {
+            storage_key(tensor)
+            for name in writes
+            for tensor in (named[name] if isinstance(named[name], (list, tuple)) else [named[name]])
+            if isinstance(tensor, torch.Tensor)
+        }
+        if touched:
+            self._known = {key: s for key, s in self._known.items() if storage_key(s.fake) not in touched}
+
     def _put(self, fake: torch.Tensor, shadow: _Shadow) -> None:
-        self._alive.append(fake)
         self._known[id(fake)] = shadow
 
     def _operands(self, args: Any, kwargs: Any) -> tuple[Any, frozenset[int]] | None:

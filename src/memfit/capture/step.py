@@ -162,11 +162,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A gradient to hand over: of which source, which value, and after how many backward ops eager does it."""
+    """A gradient to hand over: of which source, and which value, listed in the order autograd gets them.
+
+    A source that is used several times is listed several times: autograd adds the parts itself, in eager's order, with
+    whatever parts come from outside the step.
+    """
 
     of: int
     value: int
-    after: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +261,7 @@ class Step:
         return tuple(
             Use(index, operand, value, need)
             for index, op in enumerate(self.ops)
-            for operand, value, need in operand_needs(op)
+            for operand, value, need in operand_needs(op, self.values)
         )
 
     @cached_property
@@ -277,6 +280,12 @@ class Step:
         handed_out = {self.values[value].storage for value in self.outputs}
         handed_out |= {self.values[gradient.value].storage for gradient in self.gradients}
         return frozenset(owned_outside | handed_out)
+
+    @cached_property
+    def first_parts(self) -> tuple[Gradient, ...]:
+        """For each source the gradient that comes first: autograd keeps it and adds later parts to it."""
+        seen: set[int] = set()
+        return tuple(g for g in self.gradients if not (g.of in seen or seen.add(g.of)))  # type: ignore[func-returns-value]
 
     @property
     def saved_bytes(self) -> int:
@@ -321,7 +330,7 @@ class Step:
             "sources": [[s.value, s.origin.value, s.name, s.requires_grad] for s in self.sources],
             "outputs": list(self.outputs),
             "tangents": list(self.tangents),
-            "gradients": [[g.of, g.value, g.after] for g in self.gradients],
+            "gradients": [[g.of, g.value] for g in self.gradients],
             "storage_bytes": list(self.storage_bytes),
         }
 
@@ -373,7 +382,7 @@ def _storages(step: Step) -> Iterator[Storage]:
             writers[storage].append(index)
 
     given = {step.values[s.value].storage: s.origin for s in step.sources}
-    gradients = {step.values[g.value].storage for g in step.gradients}
+    gradients = {step.values[g.value].storage for g in step.first_parts}
     outputs = {step.values[value].storage for value in step.outputs}
     for storage, members in sorted(values.items()):
         forward = [i for i in touches[storage] if i < step.num_forward]

@@ -9,15 +9,16 @@ Nothing real is computed and nothing real is touched: the model is replaced by a
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
+from memfit.capture.gradients import GradientParts
+from memfit.capture.libraries import tracing_hidden
+from memfit.capture.randomness import generators_watched
 from memfit.capture.recorder import Recorder
 from memfit.capture.shadow import Guard, Shadows
 from memfit.capture.step import Gradient, Half, Origin, Step
@@ -25,12 +26,14 @@ from memfit.capture.structure import Skeleton, put_together, take_apart
 from memfit.capture.twin import Slot, changed_attributes, make_twin, refuse_hooks, slots_of, snapshot
 from memfit.errors import CaptureError, MemfitError
 from memfit.torch_internals import (
+    AUTOCAST_DEVICES,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
     fake_mode,
+    no_autocast,
 )
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
@@ -84,9 +87,14 @@ class Assigned:
 
 @dataclass(frozen=True)
 class Capture:
-    """A Step, and what ties it to the model and the call that it was captured from."""
+    """A Step, and what ties it to the model and the call that it was captured from.
+
+    `blueprint` is the model as it was then, with fakes for tensors: a later capture of the same call starts from it,
+    whatever has been done to the model since.
+    """
 
     step: Step
+    blueprint: nn.Module
     slots: tuple[tuple[Slot, ...], ...]
     num_inputs: int
     constants: Mapping[int, torch.Tensor]
@@ -140,19 +148,23 @@ def capture_call(
     mode = fake_mode()
     shadows = Shadows()
     recorder = Recorder(shadows)
-    with _randomness_refused(recorder):
+    with generators_watched(recorder), tracing_hidden():
         with mode:
             fakes, slots = _fake_state(model, recorder, device)
             leaves, given = _fake_inputs(inputs, recorder, shadows, device)
+        blueprint = make_twin(model, fakes)
         twin = make_twin(model, fakes, lambda path, forward, *a, **k: _enter(recorder, path, forward, a, k))
         before = snapshot(twin)
         with mode, recorder, _explained(recorder), torch.enable_grad():
             with _autocast(autocast):
                 call_args, call_kwargs, call_targets = put_together(skeleton, given)
-                output = twin(*call_args, **call_kwargs)
+                # The root's own hooks run around our forward, not in it.
+                output = twin.forward(*call_args, **call_kwargs)
                 if loss is not None:
                     output = loss(output, *call_targets)
-            return _finish(recorder, twin, before, output, leaves, given, slots, incoming or Incoming(), shadows, name)
+            incoming = incoming or Incoming()
+            captured = _finish(recorder, twin, before, output, leaves, given, slots, incoming, shadows, name)
+    return replace(captured, blueprint=blueprint)
 
 
 def _finish(
@@ -183,7 +195,7 @@ def _finish(
         through is None and tensor.requires_grad for tensor, through in zip(outputs, passed_through, strict=True)
     ]
     recorder.half = Half.BACKWARD
-    tangents, tangent_values = _tangents(recorder, outputs, differentiable, incoming)
+    tangents, tangent_values = _tangents(recorder, outputs, differentiable, passed_through, incoming)
     gradients = _backward(recorder, leaves, outputs, tangents, incoming)
     step = Step(
         ops=tuple(recorder.ops),
@@ -201,6 +213,7 @@ def _finish(
     )
     return Capture(
         step=step,
+        blueprint=twin,
         slots=slots,
         num_inputs=len(given),
         constants=dict(recorder.constants),
@@ -234,17 +247,19 @@ def _fake_state(
         slot = min(places[key], key=lambda s: s.origin is Origin.ATTRIBUTE)
         _refuse_layout(tensor, f"{slot.origin.value} '{slot.name}'")
         if slot.origin is Origin.ATTRIBUTE and tensor.grad_fn is not None:
-            raise CaptureError(
-                f"attribute '{slot.name}' holds a tensor of an earlier step's graph. Detach it when storing it, or "
-                "pass it as an argument"
+            # Left from an earlier step. Most are overwritten before anybody reads them; a read is refused.
+            fakes[key] = recorder.add_stale(
+                Layout.of(tensor, device=_device(tensor, device)).fake().detach(), slot.name
             )
+            del places[key]
+            continue
         fake = Layout.of(tensor, device=_device(tensor, device)).fake()
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake.detach(), requires_grad=tensor.requires_grad)
         fakes[key] = fake
         recorder.know_real(tensor, fake)
         recorder.add_source(fake, slot.origin, slot.name)
-    return fakes, tuple(tuple(places[key]) for key in tensors)
+    return fakes, tuple(tuple(places[key]) for key in tensors if key in places)
 
 
 def _fake_inputs(
@@ -277,14 +292,20 @@ class _NotALeaf(torch.autograd.Function):
 
 
 def _tangents(
-    recorder: Recorder, outputs: list[torch.Tensor], differentiable: list[bool], incoming: Incoming
+    recorder: Recorder,
+    outputs: list[torch.Tensor],
+    differentiable: list[bool],
+    passed_through: tuple[int | None, ...],
+    incoming: Incoming,
 ) -> tuple[list[torch.Tensor | None], list[int | None]]:
     """A fake tangent for each differentiable output, of the layout that `incoming` names or else the output's own."""
-    wanted = iter(incoming.tangents or ())
+    wanted: Iterator[Any] = iter(incoming.tangents or ())
     tangents: list[torch.Tensor | None] = []
     values: list[int | None] = []
     for index, (output, needs) in enumerate(zip(outputs, differentiable, strict=True)):
-        stride = next(wanted, None) if incoming.tangents is not None else tuple(output.stride())
+        stride = tuple(output.stride())
+        if incoming.tangents is not None and passed_through[index] is None:
+            stride = next(wanted)
         if not needs or stride is None:
             tangents.append(None)
             values.append(None)
@@ -310,21 +331,16 @@ def _backward(
     started = [(o, t) for o, t in zip(outputs, tangents, strict=True) if t is not None]
     if not wanted or not started:
         return ()
-    order: list[tuple[int, int]] = []
-    for index, leaf in enumerate(wanted):
-        leaf.register_hook(lambda _, index=index: order.append((index, len(recorder.ops))))
-    with _autocast(incoming.autocast):
+    parts = GradientParts([o for o, _ in started], wanted)
+    # A forward pass is captured inside the caller's autocast; its backward usually runs outside.
+    with no_autocast(AUTOCAST_DEVICES), _autocast(incoming.autocast):
         found = torch.autograd.grad(
             [o for o, _ in started], wanted, [t for _, t in started], allow_unused=True, materialize_grads=False
         )
-    num_forward = sum(op.half is Half.FORWARD for op in recorder.ops)
-    gradients = []
-    for index, position in order:
-        gradient = found[index]
-        if gradient is not None:
-            value = recorder.value_of(gradient)
-            gradients.append(Gradient(recorder.value_of_source(wanted[index]), value, position - num_forward))
-    return tuple(gradients)
+    return tuple(
+        Gradient(recorder.value_of_source(wanted[index]), recorder.value_of(part))
+        for index, part in parts.in_order(found)
+    )
 
 
 def _assigned(path: str, attribute: str, part: Skeleton) -> Assigned:
@@ -401,25 +417,6 @@ def _autocast(state: Autocast) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _randomness_refused(recorder: Recorder) -> Iterator[None]:
-    """Raise if Python's or numpy's generator moved: such choices would be frozen into the step. Puts them back."""
-    python, legacy = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-        moved = random.getstate() != python
-        moved_numpy = any(not numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), legacy, strict=True))
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(legacy)
-    if moved or moved_numpy:
-        whose = "Python's `random`" if moved else "numpy's generator"
-        raise CaptureError(
-            f"the forward pass draws from {whose}; the draw would be frozen into the captured step. "
-            "Draw with torch (torch.rand) and use the result in tensor ops, or draw outside the model and pass it in"
-        )
-
-
-@contextlib.contextmanager
 def _explained(recorder: Recorder) -> Iterator[None]:
     """Turn torch's reasons for not tracing into ours, with the place."""
     try:
@@ -429,7 +426,7 @@ def _explained(recorder: Recorder) -> Iterator[None]:
     except DataDependentOutputException as error:
         raise CaptureError(
             f"{_place(recorder, error)} asks for the value of a tensor ({error.func}): an .item(), an if or a "
-            "loop that depends on data. Use tensor ops (torch.where), or compute the value outside the model and pass it in"
+            "loop that depends on data. Use tensor ops (torch.where), or compute it outside the model and pass it in"
         ) from error
     except DynamicOutputShapeException as error:
         raise CaptureError(
@@ -440,7 +437,12 @@ def _explained(recorder: Recorder) -> Iterator[None]:
         raise CaptureError(f"{_place(recorder, error)} cannot be run on fake tensors: {error}") from error
     except (RuntimeError, NotImplementedError) as error:
         text = str(error)
-        if "FakeTensor" in text or "fake" in text.lower() or "Cannot access data pointer" in text:
+        if recorder.half is Half.BACKWARD:
+            hint = ""
+            if "use_reentrant" in text:
+                hint = ". Turn checkpointing off in the model (memfit recomputes instead), or use use_reentrant=False"
+            raise CaptureError(f"{recorder.where_in_backward()}: eager's backward pass fails: {text}{hint}") from error
+        if "fake" in text.lower() or "data pointer" in text or "data is not allocated" in text:
             raise CaptureError(f"{_place(recorder, error)} cannot be run on fake tensors: {text}") from error
         raise
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.capture.libraries import HARMLESS_ATTRIBUTES, is_pure_hook
 from memfit.capture.step import Origin
 from memfit.errors import CaptureError
 
@@ -73,10 +75,10 @@ def _tensors_in(value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, 
             yield from _tensors_in(item, (*keys, key))
 
 
-def make_twin(model: nn.Module, fake_of: dict[int, torch.Tensor], enter: Callable[..., Any]) -> nn.Module:
+def make_twin(model: nn.Module, fake_of: dict[int, torch.Tensor], enter: Callable[..., Any] | None = None) -> nn.Module:
     """Copy the module tree with `fake_of[id(tensor)]` for each tensor.
 
-    `enter(path, forward, args, kwargs)` is called in place of each module's forward, so that the caller knows which
+    `enter(path, forward, *args, **kwargs)` is called in place of each module's forward, so that the caller knows which
     module is running.
     """
     copies: dict[int, Any] = {}
@@ -96,10 +98,13 @@ def make_twin(model: nn.Module, fake_of: dict[int, torch.Tensor], enter: Callabl
             fresh.clear()
             copies[id(value)] = fresh
             for key, item in value.items():
-                dict.__setitem__(fresh, key, twin_of(item))
+                fresh[key] = twin_of(item)
             return fresh
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
             return types.MethodType(value.__func__, twin_of(value.__self__))
+        if isinstance(value, weakref.ref):
+            target = value()  # recurrent layers hold their weights weakly beside the strong references
+            return weakref.ref(fake_of[id(target)]) if id(target) in fake_of else value
         if isinstance(value, functools.partial):
             return functools.partial(twin_of(value.func), *map(twin_of, value.args), **twin_of(value.keywords))
         return value
@@ -118,8 +123,9 @@ def make_twin(model: nn.Module, fake_of: dict[int, torch.Tensor], enter: Callabl
         return fresh
 
     root = twin_module(model)
-    for path, module in root.named_modules():
-        module.__dict__["forward"] = functools.partial(enter, path, module.forward)
+    if enter is not None:
+        for path, module in root.named_modules():
+            module.__dict__["forward"] = functools.partial(enter, path, module.forward)
     return root
 
 
@@ -130,8 +136,8 @@ def refuse_hooks(model: nn.Module) -> None:
             continue  # the root's hooks run around our forward, as they do around its own
         for table in _HOOK_TABLES:
             for hook in (getattr(module, table, None) or {}).values():
-                if type(hook).__module__.startswith("torch.nn.utils"):
-                    continue  # weight_norm and friends compute tensors only, and are captured like any op
+                if is_pure_hook(hook):
+                    continue
                 name = getattr(hook, "__qualname__", type(hook).__qualname__)
                 raise CaptureError(
                     f"module '{path}' ({type(module).__name__}) has a hook, {name}, that would run at capture only. "
@@ -147,6 +153,8 @@ def changed_attributes(twin: nn.Module, before: dict[tuple[str, str], Any]) -> I
     after = snapshot(twin)
     for key, value in after.items():
         if key not in before or not _same(before[key], value):
+            if key[1] in _HOOK_TABLES and all(map(is_pure_hook, value.values())):
+                continue  # transformers installs hooks of its own in the first forward pass
             yield (*key, value)
     for path, name in before.keys() - after.keys():
         yield path, name, None
@@ -159,7 +167,7 @@ def snapshot(twin: nn.Module) -> dict[tuple[str, str], Any]:
         for name, value in module.__dict__.items():
             if name in ("_parameters", "_buffers", "_modules"):
                 held.update({(path, f"{name}.{key}"): item for key, item in value.items()})
-            elif name != "forward":
+            elif name != "forward" and name not in HARMLESS_ATTRIBUTES:
                 held[path, name] = value.copy() if isinstance(value, (list, dict, set)) else value
     return held
 

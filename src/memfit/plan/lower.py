@@ -13,26 +13,36 @@ def lower_keep(step: Step) -> Program:
         for value in (*op.reads(), *op.made):
             last_touch[step.values[value].storage] = index
     tangents = {step.values[s.value].storage for s in step.sources if s.origin is Origin.TANGENT}
-    frees: dict[int, list[int]] = {}
-    gradients = {step.values[g.value].storage for g in step.gradients}
-    for storage, index in last_touch.items():
-        # The caller owns what it gave and what it is given. Tangents are ours once autograd has handed them over.
-        if storage not in step.kept or (storage in tangents and storage not in gradients):
-            frees.setdefault(index, []).append(storage)
-
     gives: dict[int, list[int]] = {}
+    given: dict[int, int] = {}
     earliest = step.num_forward
     for index, gradient in enumerate(step.gradients):
         # Not before its maker has run, and in eager's order: a later gradient never overtakes an earlier one.
-        maker = step.maker_of.get(gradient.value, -1)
-        earliest = max(earliest, step.num_forward + gradient.after, maker + 1)
+        earliest = max(earliest, step.maker_of.get(gradient.value, -1) + 1)
         gives.setdefault(earliest, []).append(index)
+        given[step.values[gradient.value].storage] = earliest
+
+    # The caller owns what it gave and what it is given. Tangents are ours once autograd has handed them over, and a
+    # later part of a gradient is gone once it has been added to the first.
+    sources = {step.values[s.value].storage for s in step.sources}
+    stays = {step.values[v].storage for v in step.outputs} | {step.values[g.value].storage for g in step.first_parts}
+    stays |= sources - tangents
+    frees: dict[int, list[int]] = {}
+    frees_after_give: dict[int, list[int]] = {}
+    for storage, index in last_touch.items():
+        if storage in stays:
+            continue
+        if given.get(storage, -1) > index:
+            frees_after_give.setdefault(given[storage], []).append(storage)
+        else:
+            frees.setdefault(index, []).append(storage)
 
     instructions: list[Instruction] = []
     for index in range(len(step.ops) + 1):
         if index == step.num_forward:
             instructions.append(Boundary())
         instructions += [Give(gradient) for gradient in gives.get(index, ())]
+        instructions += [Free(storage) for storage in sorted(frees_after_give.get(index, ()))]
         if index < len(step.ops):
             instructions.append(Run(index))
             instructions += [Free(storage) for storage in sorted(frees.get(index, ()))]

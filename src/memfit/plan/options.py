@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from memfit.capture.rewrites import NAMES
+from memfit.capture.rewrites import check_names
 from memfit.errors import BadOption
 
 POLICIES = ("keep",)
@@ -43,8 +43,6 @@ class Options:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise BadOption(f"policy={self.policy!r}: unknown. Known policies: {', '.join(POLICIES)}")
-        unknown = sorted(self.without - set(NAMES))
-        if unknown:
-            raise BadOption(f"without={unknown}: no such rewrite. Rewrites: {', '.join(NAMES)}")
+        check_names(self.without)
         if self.max_captures < 1:
             raise BadOption(f"max_captures={self.max_captures}: must be at least 1")

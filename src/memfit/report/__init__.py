@@ -1,0 +1,1 @@
+"""What was measured and compared, and the means to do it."""

@@ -2,9 +2,149 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-class Verdict: ...
+from torch import nn
+
+from memfit.errors import BadOption
+from memfit.plan.options import Options, parse_bytes
+from memfit.report.arm import Arm, Named
+from memfit.report.bits import Difference, difference
+from memfit.report.step_module import Loss
 
 
-def verify() -> Verdict:
-    return Verdict()
+@dataclass(frozen=True)
+class Verdict:
+    """What comparing two runs of the same training steps showed. True if every bit was the same.
+
+    Attributes:
+        exact: no tensor differed.
+        steps: training steps taken; fewer than asked for if one differed, since nothing after it can agree.
+        num_compared: tensors held against each other.
+        num_different: tensors that differed in the last step taken.
+        first_difference: the first of them, in the order outputs, loss, gradients, gradients of inputs, buffers,
+            parameters after the update, random state.
+    """
+
+    exact: bool
+    steps: int
+    num_compared: int
+    num_different: int = 0
+    first_difference: Difference | None = None
+
+    def __bool__(self) -> bool:
+        return self.exact
+
+    def __str__(self) -> str:
+        counted = f"{self.steps} step{'s' * (self.steps != 1)}, {self.num_compared:,} tensors compared"
+        if self.first_difference is None:
+            return f"exact: {counted} bit for bit"
+        others = self.num_different - 1
+        also = f"; {others:,} other tensor{'s' * (others != 1)} differ in that step" if others else ""
+        return f"not exact: {counted}. First difference: {self.first_difference}{also}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict as JSON-able data."""
+        return {
+            "exact": self.exact,
+            "steps": self.steps,
+            "num_compared": self.num_compared,
+            "num_different": self.num_different,
+            "first_difference": None if self.first_difference is None else self.first_difference.to_dict(),
+        }
+
+
+def verify(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Loss | None = None,
+    targets: Sequence[Any] = (),
+    steps: int = 3,
+    seed: int = 0,
+    lr: float = 0.01,
+    without: Iterable[str] = (),
+    policy: str = "keep",
+    budget: int | str | None = None,
+) -> Verdict:
+    """Take `steps` training steps in eager and fitted, from the same state, and compare them bit for bit.
+
+    Both run on copies: `model`, its gradients and the global random state are as before. Copies of a model that is in
+    eval mode are put in training mode, since fitted models differ from others there only.
+
+    Args:
+        model: any nn.Module; if it is fitted, its copies start plain.
+        args, kwargs: what its forward takes. Gradients of those that require grad are compared too.
+        loss: called as `loss(output, *targets)`. Without it, a scalar output is the loss, or an output's `.loss` or
+            `["loss"]`, or else the sum of the means of squares of all floating-point tensors in the output.
+        steps: how many steps; between two of them each copy is updated by plain gradient descent.
+        seed: what the random generators start from in both runs.
+        lr: the learning rate of that update.
+        without, policy, budget: as in memfit.fit.
+
+    Example:
+        >>> assert memfit.verify(torch.nn.Linear(4, 2), (torch.randn(3, 4),))
+    """
+    options = Options(parse_bytes(budget), policy, frozenset(without))
+    eager, fitted = both_arms(model, args, kwargs, loss=loss, targets=targets, seed=seed, options=options)
+    return compare(eager, fitted, steps=steps, lr=lr)
+
+
+def both_arms(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Loss | None = None,
+    targets: Sequence[Any] = (),
+    seed: int = 0,
+    options: Options | None = None,
+) -> tuple[Arm, Arm]:
+    """Two copies in the same state: one to train in eager, one fitted."""
+    if not isinstance(model, nn.Module):
+        raise BadOption(f"verify() takes an nn.Module, not {type(model).__name__}")
+    eager = Arm(model, args, kwargs or {}, targets, loss, seed=seed, options=None)
+    fitted = Arm(model, args, kwargs or {}, targets, loss, seed=seed, options=options or Options())
+    return eager, fitted
+
+
+def compare(
+    eager: Arm, fitted: Arm, *, steps: int, lr: float = 0.01, after_step: Callable[[int], None] = lambda step: None
+) -> Verdict:
+    """Step both arms in turn, `steps` times or until they differ; `after_step` is told each step once both took it."""
+    if steps < 1:
+        raise BadOption(f"steps={steps}: must be at least 1")
+    num_compared = 0
+    for step in range(1, steps + 1):
+        eager.forget()
+        fitted.forget()
+        # Fitted first, so that a budget that cannot be met is known before eager asks for more than that. Then in
+        # turn, so that neither always finds the caches as the other left them.
+        for arm in (fitted, eager) if step % 2 else (eager, fitted):
+            arm.step()
+        after_step(step)
+        found = list(_differences(step, eager.made(), fitted.made()))
+        eager.update(lr)
+        fitted.update(lr)
+        found += _differences(step, eager.state(), fitted.state())
+        num_compared += len(found)
+        different = [d for d in found if d is not None]
+        if different:
+            return Verdict(False, step, num_compared, len(different), different[0])
+    return Verdict(True, steps, num_compared)
+
+
+def _differences(step: int, eager: Named, fitted: Named) -> Iterator[Difference | None]:
+    """For each pair of tensors how they differ, or None."""
+    nothing = ("", "", None)
+    for ours, theirs in itertools.zip_longest(eager, fitted, fillvalue=nothing):
+        kind, name, _ = ours if ours is not nothing else theirs
+        if ours[:2] != theirs[:2]:
+            shown = [f"{kind} '{name}'" if kind else "nothing more" for kind, name, _ in (ours, theirs)]
+            yield Difference(step, kind, name, f"eager has {shown[0]}, fitted has {shown[1]}")
+            return  # what follows is out of step
+        yield difference(step, kind, name, ours[2], theirs[2])

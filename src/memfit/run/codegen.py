@@ -61,7 +61,7 @@ def slices_of(program: Program) -> Iterator[Slice]:
                 yield Slice(tuple(held), tuple(gives))
                 held, gives = [], []
             gives.append(instruction.gradient)
-        elif gives and isinstance(instruction, Run):
+        elif gives:
             yield Slice(tuple(held), tuple(gives))
             held, gives = [instruction], []
         else:

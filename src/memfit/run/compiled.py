@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.step import Origin
+from memfit.capture.step import Origin, Value
 from memfit.capture.structure import put_together
 from memfit.capture.trace import Capture, Incoming
 from memfit.errors import UnsupportedUse
@@ -18,7 +19,7 @@ from memfit.plan.ledger import Ledger
 from memfit.plan.program import Program
 from memfit.run.codegen import Code, generate
 from memfit.run.nodes import Call, Slice, attach
-from memfit.torch_internals import autocast_state, no_autocast
+from memfit.torch_internals import autocast_state, below_autograd, no_autocast
 
 
 class Compiled:
@@ -53,11 +54,11 @@ class Compiled:
         ]
         self._constants = [(names[v], tensor) for v, tensor in self.capture.constants.items() if v in carried]
         self._shared_outputs = [(names[v], i) for i, v in enumerate(step.outputs) if v in carried and v not in index_of]
-        output_storages = {step.values[v].storage for v in step.outputs}
+        reachable = {step.values[v].storage for v in (*step.outputs, *index_of)}
         self._watched = [
             names[v]
             for v in carried
-            if step.values[v].storage in output_storages
+            if step.values[v].storage in reachable
             and v not in outputs
             and v in step.maker_of
             and step.maker_of[v] < step.num_forward
@@ -72,10 +73,12 @@ class Compiled:
 
     def sources(self, inputs: list[torch.Tensor]) -> list[Any] | None:
         """The tensors behind the step's sources in order, or None if the model's own no longer hang where they did."""
-        state = []
+        state: list[torch.Tensor] = []
         for places in self.capture.slots:
             tensor = places[0].read()
             if tensor is None or any(place.read() is not tensor for place in places[1:]):
+                return None
+            if places[0].origin is Origin.ATTRIBUTE and not _fits(tensor, self.program.step.values[len(state)]):
                 return None
             state.append(tensor)
         found: list[Any] = []
@@ -93,8 +96,8 @@ class Compiled:
     def __call__(self, model: nn.Module, sources: list[Any]) -> Any:
         """Run the forward half; the result carries the chain that runs the backward half."""
         values: dict[str, Any] = {}
-        with torch.no_grad(), no_autocast(self.devices):
-            outputs = list(self.code.forward(values, sources))
+        with below_autograd(), no_autocast(self.devices):
+            outputs = [_plain(output) for output in self.code.forward(values, sources)]
         step = self.program.step
         if self._receivers:
             for name, _ in self._shared_outputs:
@@ -160,18 +163,45 @@ class Compiled:
             )
         return _Variant(variant, self)
 
-    def arrange(self, base: Compiled) -> list[tuple[list[int], list[int]]]:
+    @property
+    def receiver_names(self) -> list[list[tuple[str, int]]]:
+        """For each slice the sources whose gradients it hands over, by name and number of the part."""
+        step = self.program.step
+        count: Counter[str] = Counter()
+        names: list[list[tuple[str, int]]] = []
+        for part in self.code.slices:
+            names.append([])
+            for gradient in part.gives:
+                name = step.source_of[step.gradients[gradient].of].name
+                names[-1].append((name, count[name]))
+                count[name] += 1
+        return names
+
+    def arrange(self, base: Compiled) -> list[tuple[list[int], list[tuple[str, int]]]]:
         """For each slice of `base`: which of our slices to run then, and whose gradients to hand over."""
-        step, theirs = self.program.step, base.program.step
-        maker = {step.gradients[g].of: index for index, part in enumerate(self.code.slices) for g in part.gives}
+        maker = {name: index for index, names in enumerate(self.receiver_names) for name in names}
         arranged = []
         done = 0
-        for part in base.code.slices:
-            wanted = [theirs.gradients[g].of for g in part.gives]
+        for wanted in base.receiver_names:
             upto = max([done, *(maker[source] + 1 for source in wanted if source in maker)])
             arranged.append((list(range(done, upto)), wanted))
             done = upto
         return arranged
+
+
+def _plain(output: torch.Tensor) -> torch.Tensor:
+    """The output as a tensor of its own: one that autograd takes for a view could not be written to by the caller."""
+    return output.detach() if output._is_view() else output
+
+
+def _fits(tensor: torch.Tensor, value: Value) -> bool:
+    """True if the tensor has the layout that was captured; the signature does not cover plain attributes."""
+    return (
+        tuple(tensor.shape) == value.shape
+        and tuple(tensor.stride()) == value.stride
+        and tensor.dtype == value.dtype
+        and tensor.grad_fn is None
+    )
 
 
 class _Variant:
@@ -182,15 +212,15 @@ class _Variant:
         self.compiled = compiled
         self.arranged = compiled.arrange(base)
         self.names = {step.values[value].name for value in compiled.code.carried}
-        self.gives = [[step.gradients[g].of for g in part.gives] for part in compiled.code.slices]
+        self.gives = compiled.receiver_names
 
     def slices(self, call: Call) -> list[Slice]:
         """Slices for one call; gradients that these tangents do not reach are None, as in eager."""
         for name in call.values.keys() - self.names:
             del call.values[name]
-        held: dict[int, Any] = {}
+        held: dict[tuple[str, int], Any] = {}
 
-        def stretch(indices: list[int], wanted: list[int]) -> Slice:
+        def stretch(indices: list[int], wanted: list[tuple[str, int]]) -> Slice:
             def run(values: dict[str, Any]) -> tuple[Any, ...]:
                 for index in indices:
                     held.update(zip(self.gives[index], self.compiled.code.backward[index](values), strict=True))

@@ -112,10 +112,9 @@ class Fitted:
         devices = device_types([*inputs, *self.model.parameters()])
         state = autocast_state(devices)
 
-        def compile_for(incoming: Incoming | None, call_args: Any, call_kwargs: Any) -> Compiled:
-            captured = capture_call(
-                self.model, call_args, call_kwargs, autocast=state, incoming=incoming, name=type(self.model).__name__
-            )
+        def compile_for(model: nn.Module, call_args: Any, call_kwargs: Any, incoming: Incoming | None) -> Compiled:
+            name = type(self.model).__name__
+            captured = capture_call(model, call_args, call_kwargs, autocast=state, incoming=incoming, name=name)
             step = rewrite(captured.step, without=self.options.without)
             captured, program = replace(captured, step=step), plan(step, self.options)
             return Compiled(captured, program, recapture, devices, f"fitted {type(self.model).__name__}")
@@ -123,10 +122,10 @@ class Fitted:
         stand_in_args, stand_in_kwargs = _stand_ins(args, kwargs)
 
         def recapture(incoming: Incoming) -> Compiled:
-            return compile_for(incoming, stand_in_args, stand_in_kwargs)
+            return compile_for(compiled.capture.blueprint, stand_in_args, stand_in_kwargs, incoming)
 
         with self._lock:
-            compiled = compile_for(None, args, kwargs)
+            compiled = compile_for(self.model, args, kwargs, None)
             self.num_captures += 1
             self._remember(key, compiled)
         log.info("captured %r; peak %s", compiled.program.step, compiled.ledger.describe_peak())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -10,7 +12,11 @@ from torch import nn
 from memfit.capture.structure import Skeleton, fingerprint
 from memfit.torch_internals import autocast_state
 
-_ATOMS = (bool, int, float, str, type(None))
+_ATOMS = frozenset({bool, int, float, str, type(None)})
+_TREE = frozenset({"_parameters", "_buffers", "_modules", "forward", "memfit"})
+# Settings are small; what is longer or deeper is data, and counts by identity and length.
+_MAX_ITEMS = 256
+_MAX_DEPTH = 6
 
 
 def signature(model: nn.Module, inputs: list[torch.Tensor], skeleton: Skeleton) -> Any:
@@ -37,22 +43,46 @@ def _layout(tensor: torch.Tensor) -> Any:
 
 
 def _module_state(module: nn.Module, seen: set[int]) -> Any:
-    """Flags, plain attributes, hooks and tensor layouts of a module tree: what a user may change between two steps."""
+    """Flags, settings, hooks and tensor layouts of a module tree: what a user may change between two steps."""
     seen.add(id(module))
     held = module.__dict__
     return (
         id(module),
-        tuple(value for value in held.values() if type(value) in _ATOMS),
+        tuple(
+            (name, value if type(value) in _ATOMS else _setting(value, seen, 0))
+            for name, value in held.items()
+            if name not in _TREE and not (isinstance(value, dict) and not value)
+        ),
         tuple(
             (name, p.shape, p.dtype, p.device, p.requires_grad, p.stride() if p.layout is torch.strided else None)
             for table in (held["_parameters"], held["_buffers"])
             for name, p in table.items()
             if p is not None
         ),
-        len(held["_forward_hooks"]) + len(held["_forward_pre_hooks"]) + len(held["_backward_hooks"]),
         tuple(
             (name, _module_state(child, seen) if id(child) not in seen else id(child))
             for name, child in held["_modules"].items()
             if child is not None
         ),
     )
+
+
+def _setting(value: Any, seen: set[int], depth: int) -> Any:
+    """A hashable form of an attribute: contents of containers and of plain objects, else which object it is."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value if kind is not float else repr(value)
+    if isinstance(value, torch.Tensor):
+        return None  # its layout is checked where it is read
+    if depth > _MAX_DEPTH or id(value) in seen:
+        return id(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return (kind, len(value), tuple(_setting(item, seen, depth + 1) for item in islice(value, _MAX_ITEMS)))
+    if isinstance(value, dict):
+        items = islice(value.items(), _MAX_ITEMS)
+        return (kind, len(value), tuple((_setting(k, seen, 9), _setting(v, seen, depth + 1)) for k, v in items))
+    inside = getattr(value, "__dict__", None)
+    if not inside or isinstance(value, (nn.Module, type, FunctionType, MethodType)) or callable(value):
+        return id(value)
+    seen.add(id(value))  # a config shared by all layers is looked at once
+    return (id(value), tuple((name, _setting(item, seen, depth + 1)) for name, item in inside.items()))

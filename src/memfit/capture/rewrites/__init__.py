@@ -1,0 +1,47 @@
+"""Exact rewrites of a Step that cost nothing, in the order they are applied.
+
+Each takes a Step and gives a Step. Those that put another kernel call in an op's place are self-tested per op signature
+on this machine (see proof.py) and leave the plain op where the bits differ. Each can be left out by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from memfit.capture.rewrites.convolution import split_convolutions
+from memfit.capture.rewrites.inplace import reuse_operands, softmax_in_place
+from memfit.capture.rewrites.pool import swap_relu_and_pool
+from memfit.capture.rewrites.proof import PROOFS, Proofs
+from memfit.capture.rewrites.shapes import drop_statistics, ghost_shapes, strip_detach
+from memfit.capture.step import Step
+from memfit.errors import BadOption
+
+_REWRITES: dict[str, Callable[[Step, Proofs], Step]] = {
+    "detach": strip_detach,
+    "running-stats": drop_statistics,
+    "pool-swap": swap_relu_and_pool,
+    "conv-split": split_convolutions,
+    "shape-only": ghost_shapes,
+    "log-softmax": softmax_in_place,
+    "reinplace": reuse_operands,
+}
+NAMES = tuple(_REWRITES)
+
+
+def check_names(without: frozenset[str]) -> None:
+    """Raise if one of these is not the name of a rewrite."""
+    unknown = sorted(without - set(NAMES))
+    if unknown:
+        raise BadOption(f"without={unknown}: no such rewrite. Rewrites: {', '.join(NAMES)}")
+
+
+def rewrite(step: Step, *, without: frozenset[str] = frozenset(), proofs: Proofs = PROOFS) -> Step:
+    """The step with every rewrite applied that is not in `without`."""
+    check_names(without)
+    applied = []
+    for name, apply in _REWRITES.items():
+        if name not in without:
+            step = apply(step, proofs)
+            applied.append(name)
+    return replace(step, rewrites=tuple(applied))

@@ -1,0 +1,102 @@
+"""A Step taken apart for editing, and closed again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+from memfit.capture.step import Op, Ref, Step, Value, map_refs
+from memfit.torch_internals import has_effect
+
+
+class Draft:
+    """Mutable ops and values of a step; `close` drops what nobody needs any more."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.ops: list[Op | None] = list(step.ops)
+        self.values: list[Value] = list(step.values)
+        self.storage_bytes: list[int] = list(step.storage_bytes)
+        self.outputs = list(step.outputs)
+        self.gradients = list(step.gradients)
+        self._names = {value.name for value in step.values}
+        self._before: dict[int, list[Op]] = defaultdict(list)
+
+    def insert_before(self, index: int, op: Op) -> None:
+        """Put an op in front of the one of that index."""
+        self._before[index].append(op)
+
+    def new_value(self, like: Value, name: str) -> Value:
+        """A value with the layout of another, in a storage of its own."""
+        fresh, number = name, 1
+        while fresh in self._names:
+            number += 1
+            fresh = f"{name}_{number}"
+        self._names.add(fresh)
+        self.storage_bytes.append(like.bytes)
+        value = replace(like, id=len(self.values), name=fresh, storage=len(self.storage_bytes) - 1, offset=0)
+        self.values.append(value)
+        return value
+
+    def merge_storages(self, into: dict[int, int]) -> None:
+        """Everything that looked at one storage looks at another."""
+        self.values = [replace(v, storage=into[v.storage]) if v.storage in into else v for v in self.values]
+
+    def close(self, *, substitute: dict[int, int] | None = None) -> Step:
+        """The edited step: values replaced as told, dead ops gone, ops in order."""
+        table = substitute or {}
+
+        def final(value: int) -> int:
+            while value in table:
+                value = table[value]
+            return value
+
+        ops: list[Op] = []
+        for index, op in enumerate(self.ops):
+            ops += self._before.get(index, [])
+            if op is not None:
+                ops.append(op)
+        if table:
+            ops = [
+                replace(
+                    op,
+                    args=map_refs(op.args, lambda ref: Ref(final(ref.value))),
+                    kwargs=tuple((k, map_refs(v, lambda ref: Ref(final(ref.value)))) for k, v in op.kwargs),
+                )
+                for op in ops
+            ]
+        outputs = tuple(final(value) for value in self.outputs)
+        gradients = tuple(replace(g, value=final(g.value)) for g in self.gradients)
+        wanted = {*outputs, *(gradient.value for gradient in gradients)}
+        return replace(
+            self.step,
+            ops=tuple(_alive(ops, wanted)),
+            values=tuple(self.values),
+            outputs=outputs,
+            gradients=gradients,
+            storage_bytes=tuple(self.storage_bytes),
+        )
+
+
+def with_operand(op: Op, name: str, operand: Any) -> Op:
+    """The op with one argument, named as in the schema, replaced."""
+    from memfit.torch_internals import argument_names
+
+    position = argument_names(op.target).index(name)
+    if position < len(op.args):
+        return replace(op, args=(*op.args[:position], operand, *op.args[position + 1 :]))
+    return replace(op, kwargs=tuple((k, operand if k == name else v) for k, v in op.kwargs))
+
+
+def _alive(ops: list[Op], wanted: set[int]) -> list[Op]:
+    """The ops whose results somebody reads, or that do more than make a result."""
+    needed = set(wanted)
+    kept: list[Op] = []
+    for op in reversed(ops):
+        effect = bool(op.writes) or (not op.target.startswith("memfit.") and has_effect(op.target))
+        if effect or needed & set(op.made):
+            kept.append(op)
+            needed.update(op.reads())
+    kept.reverse()
+    return kept

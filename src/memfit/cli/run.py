@@ -1,0 +1,66 @@
+"""`memfit run NET`: train a network both ways and measure exactness, peak and time."""
+
+from __future__ import annotations
+
+import argparse
+
+from memfit.cli.options import add_fitting, add_network, fit_options, num_threads
+from memfit.cli.screen import Screen, mebibytes, seconds
+from memfit.report.comparison import Comparison, compare_network
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_network(parser)
+    add_fitting(parser, steps=5)
+
+
+def run(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Exit code 0 if exact, 1 if not, 2 (by DoesNotFit) if the budget is too small."""
+    options = fit_options(arguments)
+    with num_threads(arguments.threads):
+        found = compare_network(
+            arguments.network,
+            batch=arguments.batch,
+            image=arguments.image,
+            steps=arguments.steps,
+            seed=arguments.seed,
+            options=options,
+            progress=screen.progress,
+        )
+    screen.done()
+    if screen.json:
+        screen.object(found.to_dict())
+    else:
+        print_comparison(found, screen)
+        screen.line()
+        screen.line(str(found.verdict))
+    return 0 if found.exact else 1
+
+
+def print_comparison(found: Comparison, screen: Screen) -> None:
+    """What was run, and a table of both arms."""
+    size = "".join(f", {name} {value}" for name, value in (("batch", found.batch), ("image", found.image)) if value)
+    threads = f"{found.threads} thread{'s' * (found.threads != 1)}"
+    screen.line(f"{found.network}{size}, policy {found.policy}, {found.steps} steps, {threads}, torch {found.torch}")
+    screen.line()
+    screen.table(
+        ("one training step", "eager", "memfit", "ratio"),
+        [
+            (
+                "peak memory",
+                mebibytes(found.eager_peak_bytes),
+                mebibytes(found.peak_bytes),
+                f"{found.peak_ratio:.3f}",
+            ),
+            (
+                "  gradients already there",
+                mebibytes(found.eager_activation_peak_bytes),
+                mebibytes(found.activation_peak_bytes),
+                f"{found.activation_peak_ratio:.3f}",
+            ),
+            ("  as the ledger has it", "", mebibytes(found.ledger_growth_bytes), ""),
+            ("time", seconds(found.eager_step_s), seconds(found.step_s), f"{found.time_ratio:.3f}"),
+            ("capture, once", "", seconds(found.capture_s), ""),
+        ],
+        right=("eager", "memfit", "ratio"),
+    )

@@ -1,0 +1,125 @@
+"""One network trained both ways: is it exact, how much does it need, how long does it take."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from memfit import zoo
+from memfit.plan.options import Options
+from memfit.report.measure import measure_peak, measure_times
+from memfit.report.step_module import TrainingStep
+from memfit.report.verify import Verdict, both_arms
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A training step fitted, beside the same step in eager.
+
+    Peaks are growths of a process of each arm's own (memfit.report.measure.Peak says of which steps); the ledger's are
+    what the plan says: `ledger_peak_bytes` with parameters and inputs, `ledger_growth_bytes` without.
+    """
+
+    network: str
+    batch: int | None
+    image: int | None
+    policy: str
+    steps: int
+    verdict: Verdict
+    peak_bytes: int
+    eager_peak_bytes: int
+    activation_peak_bytes: int
+    eager_activation_peak_bytes: int
+    ledger_peak_bytes: int
+    ledger_growth_bytes: int
+    step_s: float
+    eager_step_s: float
+    time_ratio: float
+    capture_s: float
+    threads: int
+    torch: str
+
+    @property
+    def exact(self) -> bool:
+        return self.verdict.exact
+
+    @property
+    def peak_ratio(self) -> float:
+        return self.peak_bytes / max(self.eager_peak_bytes, 1)
+
+    @property
+    def activation_peak_ratio(self) -> float:
+        return self.activation_peak_bytes / max(self.eager_activation_peak_bytes, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The comparison as JSON-able data."""
+        found = asdict(self)
+        del found["verdict"]
+        return {
+            "exact": self.exact,
+            **found,
+            "peak_ratio": self.peak_ratio,
+            "activation_peak_ratio": self.activation_peak_ratio,
+            "verdict": self.verdict.to_dict(),
+        }
+
+
+def compare_network(
+    network: str,
+    *,
+    batch: int | None = None,
+    image: int | None = None,
+    steps: int = 5,
+    seed: int = 0,
+    options: Options | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Comparison:
+    """Train `network` both ways and measure it: bits and times in this process, each peak in one of its own.
+
+    Model and loss are one module in both arms, so that the loss is part of the fitted step too.
+    """
+    options = options or Options()
+    threads = torch.get_num_threads()
+    progress(f"building {network}")
+    model, call = TrainingStep.of(zoo.load(network, batch=batch, image=image, seed=seed))
+    eager, fitted = both_arms(model, call, seed=seed, options=options)
+    del model, call
+    progress("capturing")
+    times, verdict, capture_s = measure_times(eager, fitted, steps=steps, progress=progress)
+    assert fitted.fitted is not None
+    ledger = fitted.fitted.ledger
+    # The children need the memory more than we do.
+    eager.forget()
+    fitted.forget()
+    del eager, fitted
+
+    progress("measuring the peak in eager")
+    peak_of = functools.partial(measure_peak, network, batch=batch, image=image, seed=seed, threads=threads)
+    eager_peak = peak_of()
+    progress("measuring the peak fitted")
+    fitted_peak = peak_of(options=options)
+    published = None if ":" in network else zoo.spec(network)
+    return Comparison(
+        network=network,
+        batch=batch if batch is not None or published is None else published.batch,
+        image=image if image is not None or published is None else published.image,
+        policy=options.policy,
+        steps=steps,
+        verdict=verdict,
+        peak_bytes=fitted_peak.peak_bytes,
+        eager_peak_bytes=eager_peak.peak_bytes,
+        activation_peak_bytes=fitted_peak.activation_peak_bytes,
+        eager_activation_peak_bytes=eager_peak.activation_peak_bytes,
+        ledger_peak_bytes=ledger.peak_bytes,
+        ledger_growth_bytes=ledger.growth_bytes,
+        step_s=times.step_s,
+        eager_step_s=times.eager_step_s,
+        time_ratio=times.time_ratio,
+        capture_s=capture_s,
+        threads=threads,
+        torch=torch.__version__,
+    )

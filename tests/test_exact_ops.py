@@ -1,0 +1,630 @@
+"""Views, in-place writes and operators in every mix: the same bits as eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import Apply, assert_same_as_eager, seeded
+from torch import nn
+
+
+def rows(n: int) -> tuple[torch.Tensor]:
+    return (torch.randn(n, 6),)
+
+
+def wanting(n: int) -> tuple[torch.Tensor]:
+    return (torch.randn(n, 6, requires_grad=True),)
+
+
+def check(bodies: dict[str, Any]) -> Any:
+    return pytest.mark.parametrize("body", list(bodies.values()), ids=list(bodies))
+
+
+def run(body: Any, inputs: Any = rows, **held: Any) -> None:
+    """`body(h, m)` gets a trainable (n, 6) tensor that is no leaf, and the module, which has weights to use."""
+    model = seeded(
+        lambda: Apply(
+            lambda m, x: body(m.l(x), m),
+            l=nn.Linear(6, 6),
+            w=(6, 6),
+            b=(6,),
+            mask=torch.tensor([True, False, True, True, False, False]),
+            index=torch.tensor([3, 0, 5]),
+            **held,
+        )
+    )
+    assert_same_as_eager(model, inputs)
+
+
+# --- in-place writes ------------------------------------------------------------------------------------------------
+
+
+def slice_assign(h, m):
+    y = h.clone()
+    y[:, 1:3] = h[:, :2] * 2
+    return y
+
+
+def slice_assign_parameter(h, m):
+    y = torch.zeros_like(h)
+    y[:, :] = m.b
+    y[:, 2] = h[:, 1]
+    return y * h
+
+
+def masked_assign(h, m):
+    y = h * 2
+    y[y > 0] = 0.5
+    return y
+
+
+def index_assign(h, m):
+    y = h * 1
+    y[:, m.index] = h[:, :3].exp()
+    return y
+
+
+def write_into_view(h, m):
+    y = h * 1
+    y.view(-1)[::2].mul_(3)
+    return y
+
+
+def write_into_view_of_view(h, m):
+    y = (h * 1).view(-1, 2, 3)
+    y.transpose(1, 2)[:, 0].add_(1).mul_(m.b[:2])
+    return y
+
+
+def write_base_after_view(h, m):
+    y = h * 1
+    v = y[:, :3]
+    y.mul_(2)
+    return v + y[:, 3:]
+
+
+def write_view_read_base_and_view(h, m):
+    y = h * 1
+    v = y.t()
+    v[0] = 1.0
+    return y.sum(0) * v.sum(1)
+
+
+def write_twice_between_reads(h, m):
+    y = h * 1
+    a = y.sum()
+    y.add_(1)
+    b = y.sum()
+    y.add_(m.b)
+    return y * a + b
+
+
+def plus_equals_chain(h, m):
+    y = h
+    y = y + m.b
+    for _ in range(4):
+        y += h
+        y *= 1.5
+    return y
+
+
+def relu_after_add(h, m):
+    return F.relu_(h + m.b) @ m.w
+
+
+def relu_in_place_of_linear(h, m):
+    return F.relu_(h) @ m.w
+
+
+def sigmoid_in_place(h, m):
+    return h.sigmoid_() @ m.w
+
+
+def exp_in_place_saved(h, m):
+    return h.exp_().mul(m.b)
+
+
+def residual_in_place(h, m):
+    y = h @ m.w
+    y += h
+    return F.relu(y, inplace=True)
+
+
+def fill_views(h, m):
+    y = torch.empty_like(h)
+    y[:, :2].copy_(h[:, 2:4])
+    y[:, 2:].zero_()
+    y[:, 5].fill_(7.0)
+    return y
+
+
+def copy_with_cast(h, m):
+    y = torch.zeros(h.shape, dtype=torch.float64)
+    y.copy_(h)
+    return y
+
+
+def unbind_write(h, m):
+    # views of a multi-view op may not be written in place; copies may
+    a, *rest = h.unbind(1)
+    a = a.clone()
+    a.mul_(2)
+    return torch.stack([a, *rest])
+
+
+def chunk_then_cat(h, m):
+    a, b = h.chunk(2, 1)
+    return torch.cat([b * 2, a.tanh(), b], 1)
+
+
+def split_unequal(h, m):
+    a, b, c = h.split([1, 2, 3], 1)
+    return a * b.sum() + c
+
+
+def tensor_split(h, m):
+    return sum(part.sum() * i for i, part in enumerate(h.tensor_split(4, 1)))
+
+
+def expand_and_reduce(h, m):
+    return (h.unsqueeze(1).expand(-1, 4, -1) * m.b).sum(1)
+
+
+def expand_returned(h, m):
+    return h[:, :1].expand(-1, 4)
+
+
+def as_strided(h, m):
+    return h.contiguous().as_strided((h.shape[0], 3, 2), (6, 2, 1)) * 2
+
+
+def as_strided_overlapping(h, m):
+    return h.contiguous().as_strided((h.shape[0], 4, 3), (6, 1, 1)) * 2
+
+
+def as_strided_written(h, m):
+    y = h * 1
+    y.as_strided((h.shape[0], 2), (6, 5)).mul_(2)
+    return y
+
+
+def transpose_matmul(h, m):
+    return h.t() @ h @ m.w.t()
+
+
+def permute_contiguous(h, m):
+    return h.view(-1, 2, 3).permute(2, 0, 1).contiguous().view(3, -1)
+
+
+def movedim_flatten(h, m):
+    return h.view(-1, 2, 3).movedim(0, 2).flatten(1) * 2
+
+
+def diagonal_written(h, m):
+    y = h.t() @ h
+    y.diagonal().mul_(2)
+    return y
+
+
+def diagonal_filled(h, m):
+    return (h.t() @ h).fill_diagonal_(1.0)
+
+
+def index_put_accumulate(h, m):
+    y = torch.zeros(6)
+    y.index_put_((m.index,), h[0, :3], accumulate=True)
+    return y * m.b
+
+
+def index_add(h, m):
+    return torch.zeros(h.shape).index_add_(1, m.index, h[:, :3])
+
+
+def index_copy_and_fill(h, m):
+    return h.index_copy(1, m.index, h[:, :3] * 2).index_fill(1, m.index[:1], 0.5)
+
+
+def scatter(h, m):
+    places = m.index.expand(h.shape[0], 3)
+    return torch.zeros_like(h).scatter(1, places, h[:, :3])
+
+
+def scatter_in_place(h, m):
+    places = m.index.expand(h.shape[0], 3)
+    return (h * 1).scatter_(1, places, 2.0)
+
+
+def scatter_add_and_reduce(h, m):
+    places = m.index.expand(h.shape[0], 3)
+    y = torch.zeros_like(h).scatter_add(1, places, h[:, :3])
+    return y.scatter_reduce(1, places, h[:, 3:], "amax", include_self=True)
+
+
+def masked_fill_in_place(h, m):
+    return (h * 1).masked_fill_(m.mask, -1.0) @ m.w
+
+
+def masked_scatter(h, m):
+    return h.masked_scatter(h > 0, m.w.flatten())
+
+
+def where_both(h, m):
+    return torch.where(h > 0, h * 2, m.b)
+
+
+def clamp_in_place(h, m):
+    return (h * 1).clamp_(-0.5, 0.5)
+
+
+def detach_and_share(h, m):
+    y = h * 2
+    return y + y.detach() * 3
+
+
+def detached_written(h, m):
+    y = h * 2
+    z = y.sum()
+    y.detach().add_(1)
+    return z + (y * 1).sum()
+
+
+def no_grad_part(h, m):
+    with torch.no_grad():
+        scale = h.abs().mean()
+        scale.add_(1)
+    return h / scale
+
+
+def no_grad_write_into_own_buffer(h, m):
+    with torch.no_grad():
+        m.mask.logical_not_()
+    return h * m.mask
+
+
+def enable_grad_inside_no_grad(h, m):
+    with torch.no_grad():
+        y = h * 2
+        with torch.enable_grad():
+            z = h * 3
+    return y + z
+
+
+def data_access(h, m):
+    return h * m.w.data.sum() + (m.b * h).data
+
+
+def straight_through(h, m):
+    return h + (h.round() - h).detach()
+
+
+def in_place_on_leaf_under_no_grad(h, m):
+    with torch.no_grad():
+        m.b.clamp_(-1, 1)
+    return h * m.b
+
+
+def squeeze_in_place(h, m):
+    y = (h * 1).unsqueeze_(1)
+    y.squeeze_(1).t_()
+    return y * 2
+
+
+def same_tensor_both_operands(h, m):
+    return h * h + h @ h.t() @ h
+
+
+def in_place_same_operand(h, m):
+    y = h + 1
+    y.add_(y)
+    y.sub_(y.detach(), alpha=0.5)
+    return y
+
+
+def narrow_select_unfold(h, m):
+    return h.narrow(1, 1, 4).unfold(1, 2, 1).select(2, 0) * 2
+
+
+def roll_flip_rot(h, m):
+    return torch.rot90(h.flip(1).roll(2, 1), 1, (0, 1))
+
+
+def repeat_tile_interleave(h, m):
+    return h.repeat(2, 1).tile(1, 2).repeat_interleave(2, 0)
+
+
+def stack_and_vstack(h, m):
+    return torch.vstack([torch.stack([h, h * 2]).flatten(0, 1), h])
+
+
+def list_built_step_by_step(h, m):
+    parts = []
+    for i in range(6):
+        parts.append(h[:, i] * m.b[i])
+        parts[-1] += 1
+    return torch.stack(parts, 1)
+
+
+def write_through_zip_of_rows(h, m):
+    y = torch.zeros(h.shape)
+    for i in range(h.shape[0]):
+        y[i] = h[i] * i
+        y[i, 2:4] += m.b[2:4]
+    return y
+
+
+def rope(h, m):
+    a, b = h[..., ::2], h[..., 1::2]
+    y = torch.empty_like(h)
+    y[..., ::2] = a * m.b[:3].cos() - b * m.b[:3].sin()
+    y[..., 1::2] = a * m.b[:3].sin() + b * m.b[:3].cos()
+    return y
+
+
+def cache_written(h, m):
+    cache = torch.zeros(8, 6)
+    cache[: h.shape[0]] = h
+    return cache @ m.w
+
+
+def set_item_none_and_ellipsis(h, m):
+    y = torch.zeros(h.shape[0], 2, 6)
+    y[..., 0, :] = h
+    y[:, 1] = h[None][0]
+    return y
+
+
+def advanced_index_read_twice(h, m):
+    return h[:, [0, 0, 2]] + h[:, m.index] * h[[0], :3]
+
+
+def bool_arithmetic(h, m):
+    return h * (h > 0) + (h < 0).float() * m.b
+
+
+def int_arithmetic(h, m):
+    steps = torch.arange(6)
+    steps += 1
+    steps[2:] *= 2
+    return h * (steps // 2)
+
+
+def out_argument(h, m):
+    y = torch.empty(h.shape)
+    with torch.no_grad():
+        torch.add(h, 1, out=y)
+    return y * h
+
+
+def swap_halves_in_place(h, m):
+    y = h * 1
+    left = y[:, :3].clone()
+    y[:, :3] = y[:, 3:]
+    y[:, 3:] = left
+    return y
+
+
+def view_as_real_and_back(h, m):
+    return torch.view_as_real(torch.view_as_complex(h.view(-1, 3, 2)) * (1 + 2j)).abs()
+
+
+def resize_like_views(h, m):
+    return h.view_as(h).reshape(h.shape[0], 2, 3).swapaxes(1, 2).flatten(1).unflatten(1, (2, 3)).ravel()
+
+
+def foreach_like_norm(h, m):
+    torch._foreach_mul_([a := h * 1, b := h * 2], 3.0)
+    return a + b
+
+
+def dtype_view(h, m):
+    return h * (h.detach().view(torch.int32) & 1).float()
+
+
+def hardtanh_relu6_in_place(h, m):
+    return F.relu6(F.hardtanh(h * 3, inplace=True) * 7, inplace=True) @ m.w
+
+
+def leaky_then_dropout_in_place(h, m):
+    return F.dropout(F.leaky_relu(h, 0.2, inplace=True) * 2, 0.3, True, inplace=True) @ m.w
+
+
+def add_then_layer_norm_then_relu_in_place(h, m):
+    return F.relu_(F.layer_norm(h.add_(m.b), (6,), m.b))
+
+
+def fork_with_in_place_branch(h, m):
+    y = h @ m.w
+    a = F.relu(y)
+    b = y.clone().neg_().exp_()
+    return a + b + y
+
+
+def dense_fork(h, m):
+    found = [h]
+    for _ in range(4):
+        found.append(F.relu_(torch.cat(found, 1).sum(1, keepdim=True) * m.b))
+    return torch.cat(found, 1)
+
+
+def residual_chain(h, m):
+    for _ in range(3):
+        h = h + F.relu(h @ m.w)
+    return h
+
+
+def addmm_in_place(h, m):
+    return (h * 1).addmm_(h, m.w, beta=0.5).addcmul_(h, h, value=0.1)
+
+
+def lerp_and_addcdiv(h, m):
+    return torch.lerp(h, h.detach() + m.b, 0.3).addcdiv(h, m.b.abs() + 1)
+
+
+def unsafe_chunk_in_place(h, m):
+    a, b = torch.unsafe_chunk(h, 2, 1)
+    a.mul_(2)
+    return a * b
+
+
+def inplace_on_expanded_copy(h, m):
+    y = m.b.expand(h.shape[0], 6).clone()
+    y += h
+    y[0] -= 1
+    return y
+
+
+def parameter_view_written_under_no_grad(h, m):
+    with torch.no_grad():
+        m.w[0].mul_(0.9)
+        m.w.t()[1].add_(0.1)
+    return h @ m.w
+
+
+IN_PLACE = {
+    name.replace("_", " "): thing
+    for name, thing in list(globals().items())
+    if getattr(thing, "__code__", None) and thing.__code__.co_varnames[:2] == ("h", "m")
+}
+
+
+@check(IN_PLACE)
+def test_views_and_writes_match(body: Any) -> None:
+    run(body)
+
+
+@check(IN_PLACE)
+def test_views_and_writes_of_an_input_that_requires_grad_match(body: Any) -> None:
+    run(body, wanting)
+
+
+# --- operators ------------------------------------------------------------------------------------------------------
+
+OPERATORS = {
+    "einsum": lambda h, m: torch.einsum("bi,ij,bj->bj", h, m.w, h),
+    "einsum outer": lambda h, m: torch.einsum("bi,bj->bij", h, h).diagonal(dim1=1, dim2=2),
+    "bmm": lambda h, m: torch.bmm(h.view(-1, 2, 3), h.view(-1, 3, 2)),
+    "baddbmm": lambda h, m: torch.baddbmm(h[:, :4].reshape(-1, 2, 2), h.view(-1, 2, 3), h.view(-1, 3, 2)),
+    "batched matmul, broadcast": lambda h, m: h.view(-1, 1, 2, 3) @ m.w[:3, :4],
+    "vector matmul": lambda h, m: h @ m.b + m.w @ m.b @ m.b,
+    "mv and dot": lambda h, m: torch.mv(h, m.b) * torch.dot(m.b, m.b),
+    "kron": lambda h, m: torch.kron(h, m.w[:2, :2]),
+    "tensordot": lambda h, m: torch.tensordot(h.view(-1, 2, 3), m.w.view(2, 3, 6), 2),
+    "cumsum": lambda h, m: h.cumsum(1),
+    "cumprod": lambda h, m: h.cumprod(1),
+    "cummax": lambda h, m: h.cummax(1).values,
+    "logcumsumexp": lambda h, m: h.logcumsumexp(1),
+    "sort": lambda h, m: h.sort(1, descending=True).values * m.b,
+    "argsort gather": lambda h, m: h.gather(1, h.argsort(1)),
+    "topk": lambda h, m: h.topk(3, 1).values,
+    "kthvalue": lambda h, m: h.kthvalue(2, 1).values,
+    "median": lambda h, m: h.median(1).values + h.median(),
+    "mode": lambda h, m: h.mode(1).values,
+    "max with indices": lambda h, m: (lambda r: r.values * r.indices)(h.max(1)),
+    "min": lambda h, m: h.min(1).values + h.min(),
+    "amax": lambda h, m: h.amax(1) + h.amin(),
+    "maximum": lambda h, m: torch.maximum(h, m.b) + torch.minimum(h, m.b),
+    "max of ties": lambda h, m: (h * 0).amax(1) + (h * 0).max(1).values,
+    "argmax as index": lambda h, m: m.w[h.argmax(1)],
+    "gather": lambda h, m: h.gather(1, m.index.expand(h.shape[0], 3)),
+    "take along": lambda h, m: h.take_along_dim(m.index.expand(h.shape[0], 3), 1),
+    "index select": lambda h, m: h.index_select(1, m.index),
+    "take": lambda h, m: h.take(m.index),
+    "masked fill": lambda h, m: h.masked_fill(m.mask, 0.0),
+    "log softmax": lambda h, m: h.log_softmax(1).exp() * m.b,
+    "softmax over view": lambda h, m: h.view(-1, 2, 3).softmax(2),
+    "logsumexp": lambda h, m: h.logsumexp(1),
+    "mean": lambda h, m: h.mean() + h.mean(1) + h.mean((0, 1)),
+    "variance": lambda h, m: h.var(1) + h.std(1, unbiased=False),
+    "var mean": lambda h, m: sum(torch.var_mean(h, 1)),
+    "norms": lambda h, m: h.norm() + h.norm(1, 1) + h.norm(3, 1) + torch.linalg.vector_norm(h, float("inf"), 1),
+    "prod": lambda h, m: h.prod(1) + h[0].prod(),
+    "prod with zero": lambda h, m: (h * torch.tensor([1, 0, 1, 1, 1, 1.0])).prod(1),
+    "cdist": lambda h, m: torch.cdist(h, m.w),
+    "cosine similarity": lambda h, m: F.cosine_similarity(h, m.b.expand_as(h)),
+    "pairwise": lambda h, m: F.pairwise_distance(h, m.b.expand_as(h)),
+    "power": lambda h, m: h.abs().pow(1.5) + h.pow(3) + (h.abs() + 1).pow(m.b) + 2**h,
+    "roots": lambda h, m: h.abs().sqrt() + (h.abs() + 1).rsqrt() + h.abs().add(1).reciprocal(),
+    "logs": lambda h, m: (h.abs() + 1).log() + h.abs().log1p() + (h.abs() + 1).log2() + h.expm1(),
+    "trigonometry": lambda h, m: h.sin() + h.cos() + h.tan() + h.atan() + h.sinh() + torch.atan2(h, m.b),
+    "special": lambda h, m: h.erf() + torch.lgamma(h.abs() + 1) + torch.special.i0(h) + h.sigmoid().logit(),
+    "rounding": lambda h, m: h * h.round() + h.floor() + h.frac() + h.fmod(0.7) + h.remainder(0.7) + h.trunc(),
+    "signs": lambda h, m: h.sign() * h + h.abs() + h.copysign(m.b) + torch.heaviside(h.detach(), m.b.detach()),
+    "clamp by tensor": lambda h, m: h.clamp(-m.b.abs(), m.b.abs()),
+    "division": lambda h, m: h / (m.b.abs() + 1) + torch.div(h, 0.3, rounding_mode="floor"),
+    "comparison": lambda h, m: h * h.ge(m.b) + h.isclose(h).float(),
+    "nan passes": lambda h, m: torch.where(h > 0, h, torch.nan).nan_to_num(0.5) + h,
+    "nan through relu and pool": lambda h, m: F.max_pool1d(
+        F.relu(h * torch.tensor([1.0, torch.nan])[m.mask.long()]), 2
+    ),
+    "infinities": lambda h, m: (h * float("inf")).sigmoid() + h,
+    "nansum": lambda h, m: torch.where(m.mask, h, torch.nan).nansum(1),
+    "huge and tiny": lambda h, m: (h * 1e38 * 10).tanh() + h * 1e-45 + h * 1e-38 * 1e-5,
+    "triangles": lambda h, m: torch.tril(h.t() @ h) + torch.triu(m.w, 1),
+    "trace and diag": lambda h, m: (h.t() @ h).trace() + torch.diag(m.b) + torch.diag_embed(h).sum(0),
+    "inverse": lambda h, m: torch.linalg.inv(m.w @ m.w.t() + torch.eye(6)) @ h.t(),
+    "solve": lambda h, m: torch.linalg.solve(m.w @ m.w.t() + torch.eye(6), h.t()),
+    "cholesky": lambda h, m: torch.linalg.cholesky(m.w @ m.w.t() + torch.eye(6)) @ h.t(),
+    "determinant": lambda h, m: torch.linalg.slogdet(m.w @ m.w.t() + torch.eye(6))[1] * h,
+    "qr": lambda h, m: torch.linalg.qr(m.w)[1] @ h.t(),
+    "svd values": lambda h, m: torch.linalg.svdvals(m.w) * h,
+    "eigh": lambda h, m: torch.linalg.eigvalsh(m.w + m.w.t()) * h,
+    "matrix power": lambda h, m: torch.linalg.matrix_power(m.w, 3) @ h.t(),
+    "matrix exp": lambda h, m: torch.matrix_exp(m.w * 0.1) @ h.t(),
+    "fft": lambda h, m: torch.fft.fft(h, dim=1).abs(),
+    "rfft and back": lambda h, m: torch.fft.irfft(torch.fft.rfft(h) * torch.complex(m.b[:4], m.b[2:]), n=6),
+    "fft2": lambda h, m: torch.fft.ifft2(torch.fft.fft2(h)).real,
+    "complex arithmetic": lambda h, m: (torch.complex(h, h * 2) * torch.polar(m.b.abs(), m.b)).real,
+    "conjugate": lambda h, m: (torch.complex(h, h * 2).conj() * torch.complex(m.b, m.b)).imag,
+    "complex output": lambda h, m: torch.complex(h, m.b.expand_as(h)),
+    "meshgrid": lambda h, m: sum(torch.meshgrid(h[0], m.b, indexing="ij")),
+    "cartesian": lambda h, m: torch.cartesian_prod(h[0], m.b),
+    "bucketize": lambda h, m: h * torch.bucketize(h, torch.tensor([-0.5, 0.0, 0.5])),
+    "searchsorted": lambda h, m: h * torch.searchsorted(torch.arange(6.0), h.detach().contiguous()),
+    "trapezoid": lambda h, m: torch.trapezoid(h, dim=1) + torch.diff(h, dim=1).sum(1),
+    "unfold": lambda h, m: F.unfold(h.view(-1, 1, 2, 3), (2, 2)),
+    "pad": lambda h, m: F.pad(h, (1, 2)) + F.pad(h.view(-1, 1, 6), (2, 1), mode="circular").squeeze(1),
+    "glu": lambda h, m: F.glu(h, 1),
+    "lstsq-free pinverse": lambda h, m: torch.linalg.pinv(m.w) @ h.t(),
+    "cross": lambda h, m: torch.linalg.cross(h[:, :3], h[:, 3:]),
+    "block diagonal": lambda h, m: torch.block_diag(h, m.w),
+    "segment softmax": lambda h, m: (lambda e: e / e.sum(1, keepdim=True))((h - h.amax(1, keepdim=True)).exp()),
+    "layer norm without affine": lambda h, m: F.layer_norm(h, (6,)) + F.group_norm(h, 2) + F.rms_norm(h, (6,)),
+    "empty tensors": lambda h, m: torch.cat([h[:, :0], h], 1) + h[:0].sum(),
+    "scalar tensors": lambda h, m: h * torch.tensor(2.0) + torch.tensor(3) + m.b[0],
+    "python scalars": lambda h, m: 2 * h + 3 - h / 7 + 1 // 2,
+    "full and friends": lambda h, m: (
+        h + torch.full((6,), 2.0) + h.new_ones(6) + torch.eye(6)[0] + torch.linspace(0, 1, 6)
+    ),
+    "mixed dtypes": lambda h, m: h.double() * m.b + h.half().float() + h.bfloat16(),
+    "to and type": lambda h, m: h.to(torch.float64).to(torch.float32).type(torch.float64) * h.to("cpu"),
+    "shape arithmetic": lambda h, m: h.reshape(h.size(0) * 2, -1) * h.numel() / len(h),
+    "iteration over rows": lambda h, m: sum((row * i for i, row in enumerate(h)), start=m.b),
+    "multi-head einsum": lambda h, m: torch.einsum("bhd,hde->bhe", h.view(-1, 2, 3), m.w[:, :3].reshape(2, 3, 3)),
+    "chain of views": lambda h, m: h.t().unsqueeze(0).transpose(1, 2).squeeze(0).view(-1, 6).t().contiguous().t(),
+    "addr and ger": lambda h, m: torch.addr(m.w, m.b, h[0]) + torch.outer(h[0], m.b),
+    "bilinear function": lambda h, m: F.bilinear(h, h, m.w.view(1, 6, 6)),
+    "embedding of weights": lambda h, m: F.embedding(m.index, m.w) @ h.t(),
+    "renorm": lambda h, m: torch.renorm(h, 2, 0, 1.0),
+    "quantile": lambda h, m: torch.quantile(h, 0.3, dim=1),
+    "huber by hand": lambda h, m: torch.where(h.abs() < 1, 0.5 * h**2, h.abs() - 0.5).mean(),
+    "checked by vmap": lambda h, m: torch.func.vmap(lambda r: r @ m.w)(h),
+}
+
+
+@check(OPERATORS)
+def test_operators_match(body: Any) -> None:
+    run(body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    ["write into view", "relu after add", "dense fork", "residual in place", "add then layer norm then relu in place"],
+)
+def test_other_float_types_match(name: str, dtype: torch.dtype) -> None:
+    body = IN_PLACE[name]
+    model = seeded(lambda: Apply(lambda m, x: body(m.l(x), m), l=nn.Linear(6, 6), w=(6, 6), b=(6,)))
+    assert_same_as_eager(model.to(dtype), lambda n: (torch.randn(n, 6, dtype=dtype),))
