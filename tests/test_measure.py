@@ -88,7 +88,9 @@ def test_gradients_count_in_the_first_micro_batch(folder: Path, monkeypatch: pyt
     found = measure_peak("measured_networks:heavy", threads=1, repeats=1)
     assert found.peak_bytes == pytest.approx(64 * MIB, rel=0.05)
     # In the second one the gradient being added is there beside the one it is added to.
-    assert found.activation_peak_bytes == pytest.approx(64 * MIB, rel=0.05)
+    assert found.accumulating_peak_bytes == pytest.approx(64 * MIB, rel=0.05)
+    # Without gradients next to nothing is left.
+    assert found.activation_peak_bytes < 2 * MIB
 
 
 @linux_only

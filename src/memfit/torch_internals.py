@@ -7,7 +7,7 @@ the autograd engine's position. Written against torch 2.13.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -33,12 +33,14 @@ __all__ = [
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
     "argument_names",
+    "at_end_of_backward",
     "autocast_state",
     "backward_keeps_graph",
     "below_autograd",
     "current_backward_name",
     "current_backward_sequence",
     "fake_mode",
+    "give_accumulation_hooks",
     "has_effect",
     "is_nested_capture",
     "is_random",
@@ -48,6 +50,7 @@ __all__ = [
     "real_tensors",
     "resolve",
     "storage_key",
+    "take_accumulation_hooks",
     "target_of",
     "without_mode",
     "written_arguments",
@@ -128,6 +131,27 @@ def is_nested_capture() -> bool:
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     )
+
+
+def take_accumulation_hooks(tensor: torch.Tensor) -> dict[int, Any]:
+    """Remove and return the tensor's post-accumulate-grad hooks."""
+    hooks = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+    taken = dict(hooks)
+    hooks.clear()
+    return taken
+
+
+def give_accumulation_hooks(tensor: torch.Tensor, hooks: dict[int, Any]) -> None:
+    """Put post-accumulate-grad hooks back, in front of any registered since."""
+    held = tensor._post_accumulate_grad_hooks
+    later = dict(held)
+    held.clear()
+    held.update(hooks | later)
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Inside a backward pass: have `call` called when it ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def autocast_state(devices: tuple[str, ...]) -> tuple[tuple[str, bool, torch.dtype], ...]:

@@ -24,7 +24,7 @@ from memfit.capture.shadow import Guard, Shadows
 from memfit.capture.step import Gradient, Half, Origin, Step
 from memfit.capture.structure import Skeleton, put_together, take_apart
 from memfit.capture.twin import Slot, changed_attributes, make_twin, refuse_hooks, slots_of, snapshot
-from memfit.errors import CaptureError, MemfitError
+from memfit.errors import BadOption, CaptureError, MemfitError
 from memfit.torch_internals import (
     AUTOCAST_DEVICES,
     DataDependentOutputException,
@@ -125,6 +125,7 @@ def capture(
         device: where the step is to run if the tensors are on the meta device ("cpu" unless given).
         name: what the step is called in reports.
     """
+    _check_device(device)
     return capture_call(
         model, tuple(args), dict(kwargs or {}), loss=loss, targets=tuple(targets), device=device, name=name
     ).step
@@ -390,6 +391,19 @@ def _refuse_written_inputs(recorder: Recorder, given: list[torch.Tensor]) -> Non
 
 def _device(tensor: torch.Tensor, device: str | None) -> str:
     return (device or "cpu") if tensor.device.type == "meta" else str(tensor.device)
+
+
+def _check_device(name: str | None) -> None:
+    """Raise if this torch cannot even imagine tensors there: asked for their backward pass, it ends the process."""
+    if name is None:
+        return
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise BadOption(f"device {name!r}: no such device. Try cpu") from error
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if kind != "cpu" and (accelerator is None or kind != accelerator.type):
+        raise BadOption(f"device {name!r}: not supported by torch {torch.__version__} on this machine. Capture for cpu")
 
 
 def _enter(recorder: Recorder, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from memfit import zoo
 from memfit.capture.rewrites import rewrite
-from memfit.capture.rewrites.proof import Proofs
+from memfit.capture.rewrites.proof import AssumedProofs
 from memfit.capture.step import Kind, Origin, Step, Storage
 from memfit.capture.trace import capture
 from memfit.cli.options import add_network, positive
 from memfit.cli.screen import Screen, mebibytes, seconds
-from memfit.errors import BadOption
 from memfit.plan.ledger import Ledger
 from memfit.plan.options import Options
 from memfit.plan.planner import plan
@@ -37,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Capture on the meta device: nothing of the network's size is allocated, whatever its batch."""
-    _check_device(arguments.device)
     screen.progress(f"capturing {arguments.network}")
     example = zoo.load(arguments.network, batch=arguments.batch, image=arguments.image, device="meta")
     if not example.model.training:
@@ -54,7 +49,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     )
     capture_s = time.perf_counter() - start_s
     screen.progress("planning")
-    ledger = Ledger.of(plan(rewrite(step, proofs=_Assumed(None)), Options()))
+    ledger = Ledger.of(plan(rewrite(step, proofs=AssumedProofs()), Options()))
     screen.done()
 
     table = None if arguments.table is None else step.table(max_rows=arguments.table or None)
@@ -67,24 +62,6 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         screen.line()
     _print(found, ledger, screen)
     return 0
-
-
-class _Assumed(Proofs):
-    """Takes every rewrite to hold: testing one would allocate, and run, ops of the network's own size."""
-
-    def holds(self, rewrite: str, signature: Any, experiment: Callable[[], bool]) -> bool:
-        return True
-
-
-def _check_device(name: str) -> None:
-    """Raise if this torch cannot even imagine tensors there: asked for their backward pass, it ends the process."""
-    try:
-        kind = torch.device(name).type
-    except RuntimeError as error:
-        raise BadOption(f"device {name!r}: no such device. Try cpu") from error
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if kind != "cpu" and (accelerator is None or kind != accelerator.type):
-        raise BadOption(f"device {name!r}: not supported by torch {torch.__version__} on this machine. Capture for cpu")
 
 
 def _summary(step: Step, ledger: Ledger) -> dict[str, Any]:

@@ -54,6 +54,12 @@ def print_comparison(found: Comparison, screen: Screen) -> None:
             ),
             (
                 "  gradients already there",
+                mebibytes(found.eager_accumulating_peak_bytes),
+                mebibytes(found.accumulating_peak_bytes),
+                f"{found.accumulating_peak_ratio:.3f}",
+            ),
+            (
+                "  without gradients",
                 mebibytes(found.eager_activation_peak_bytes),
                 mebibytes(found.activation_peak_bytes),
                 f"{found.activation_peak_ratio:.3f}",

@@ -16,9 +16,13 @@ def lower_keep(step: Step) -> Program:
     gives: dict[int, list[int]] = {}
     given: dict[int, int] = {}
     earliest = step.num_forward
+    last_part = {gradient.of: index for index, gradient in enumerate(step.gradients)}
     for index, gradient in enumerate(step.gradients):
-        # Not before its maker has run, and in eager's order: a later gradient never overtakes an earlier one.
+        # Not before its maker has run, and in eager's order: a later gradient never overtakes an earlier one. The last
+        # part completes the gradient, and a hook may then write to the parameter: nothing may read it afterwards.
         earliest = max(earliest, step.maker_of.get(gradient.value, -1) + 1)
+        if last_part[gradient.of] == index:
+            earliest = max(earliest, last_touch.get(step.values[gradient.of].storage, -1) + 1)
         gives.setdefault(earliest, []).append(index)
         given[step.values[gradient.value].storage] = earliest
 

@@ -32,6 +32,8 @@ class Comparison:
     verdict: Verdict
     peak_bytes: int
     eager_peak_bytes: int
+    accumulating_peak_bytes: int
+    eager_accumulating_peak_bytes: int
     activation_peak_bytes: int
     eager_activation_peak_bytes: int
     ledger_peak_bytes: int
@@ -52,6 +54,10 @@ class Comparison:
         return self.peak_bytes / max(self.eager_peak_bytes, 1)
 
     @property
+    def accumulating_peak_ratio(self) -> float:
+        return self.accumulating_peak_bytes / max(self.eager_accumulating_peak_bytes, 1)
+
+    @property
     def activation_peak_ratio(self) -> float:
         return self.activation_peak_bytes / max(self.eager_activation_peak_bytes, 1)
 
@@ -63,6 +69,7 @@ class Comparison:
             "exact": self.exact,
             **found,
             "peak_ratio": self.peak_ratio,
+            "accumulating_peak_ratio": self.accumulating_peak_ratio,
             "activation_peak_ratio": self.activation_peak_ratio,
             "verdict": self.verdict.to_dict(),
         }
@@ -112,6 +119,8 @@ def compare_network(
         verdict=verdict,
         peak_bytes=fitted_peak.peak_bytes,
         eager_peak_bytes=eager_peak.peak_bytes,
+        accumulating_peak_bytes=fitted_peak.accumulating_peak_bytes,
+        eager_accumulating_peak_bytes=eager_peak.accumulating_peak_bytes,
         activation_peak_bytes=fitted_peak.activation_peak_bytes,
         eager_activation_peak_bytes=eager_peak.activation_peak_bytes,
         ledger_peak_bytes=ledger.peak_bytes,

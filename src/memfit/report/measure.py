@@ -30,11 +30,13 @@ class Peak:
 
     Attributes:
         peak_bytes: growth in a step before which no gradient is allocated: activations, workspaces and gradients.
-        activation_peak_bytes: growth in the micro-batch after it, whose gradients are added to those already there.
-            So it has no gradients in it but the one being added: what a plan can change.
+        accumulating_peak_bytes: growth in the micro-batch after it, whose gradients are added to those already there.
+        activation_peak_bytes: as peak_bytes, but without the gradients of parameters: what a plan can change. It is
+            read between one handing-over of a gradient and the next, less the gradients handed over by then.
     """
 
     peak_bytes: int
+    accumulating_peak_bytes: int
     activation_peak_bytes: int
 
 

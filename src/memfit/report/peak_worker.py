@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from memfit import zoo
 from memfit.api import fit
 from memfit.capture.structure import take_apart
 from memfit.errors import MemfitError
-from memfit.report.resident import growth_bytes
+from memfit.report.resident import Stretches, growth_bytes
 from memfit.report.step_module import TrainingStep
 
 _NUM_WARM_UP = 1  # pairs of micro-batches: oneDNN's scratch and primitive caches, and the capture itself
@@ -37,7 +38,10 @@ def main() -> None:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Growth of this process in a step whose gradients are absent before it, and in a second micro-batch after it."""
+    """Growth of this process in a step whose gradients are absent before it, and in a second micro-batch after it.
+
+    And once more in such a step, without the gradients.
+    """
     if request["threads"] is not None:
         torch.set_num_threads(request["threads"])
     example = zoo.load(request["network"], batch=request["batch"], image=request["image"], seed=request["seed"])
@@ -50,12 +54,38 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     def step() -> None:
         model(*call).backward()
 
-    first: list[int] = []
-    second: list[int] = []
-    for _ in range(_NUM_WARM_UP + request["repeats"]):
+    def forget_gradients() -> None:
         model.zero_grad(set_to_none=True)
         for tensor in inputs:
             tensor.grad = None
+
+    first: list[int] = []
+    second: list[int] = []
+    activations: list[int] = []
+    for _ in range(_NUM_WARM_UP + request["repeats"]):
+        forget_gradients()
         first.append(growth_bytes(step))
         second.append(growth_bytes(step))
-    return {"peak_bytes": max(first[_NUM_WARM_UP:]), "activation_peak_bytes": max(second[_NUM_WARM_UP:])}
+        forget_gradients()
+        activations.append(_without_gradients(model, step))
+    return {
+        "peak_bytes": max(first[_NUM_WARM_UP:]),
+        "accumulating_peak_bytes": max(second[_NUM_WARM_UP:]),
+        "activation_peak_bytes": max(activations[_NUM_WARM_UP:]),
+    }
+
+
+def _without_gradients(model: torch.nn.Module, step: Callable[[], None]) -> int:
+    """Growth in a step, less the gradients made by then: read each time a gradient has been handed over."""
+    stretches = Stretches()
+
+    def handed_over(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        stretches.end_stretch(parameter.grad.untyped_storage().nbytes())
+
+    handles = [p.register_post_accumulate_grad_hook(handed_over) for p in model.parameters() if p.requires_grad]
+    step()
+    stretches.end_stretch(0)
+    for handle in handles:
+        handle.remove()
+    return stretches.peak_bytes

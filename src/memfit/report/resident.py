@@ -56,8 +56,14 @@ def peak_bytes() -> int:
 def growth_bytes(run: Callable[[], object]) -> int:
     """How far the resident set rises above where it is now while `run` runs."""
     gc.collect()
-    # Blocks below the threshold leave holes in the heap; a step that fills them would seem to need nothing.
-    getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
+    _trim()
+    _reset_high_water()
+    before = _status_bytes("VmRSS")
+    run()
+    return _status_bytes("VmHWM") - before
+
+
+def _reset_high_water() -> None:
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # resets the high-water mark; see proc(5)
@@ -66,9 +72,29 @@ def growth_bytes(run: Callable[[], object]) -> int:
             f"measuring the peak of a step needs to write /proc/self/clear_refs, and that failed: {error}. "
             "Some sandboxes forbid it; `memfit verify` and the ledger (model.memfit.ledger) work everywhere"
         ) from error
-    before = _status_bytes("VmRSS")
-    run()
-    return _status_bytes("VmHWM") - before
+
+
+class Stretches:
+    """The high-water mark of a step, stretch by stretch, each less the bytes that are known not to count."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        _trim()
+        self._before = _status_bytes("VmRSS")
+        self._known_bytes = 0
+        self.peak_bytes = 0
+        _reset_high_water()
+
+    def end_stretch(self, known_bytes: int) -> None:
+        """The stretch that ends here made `known_bytes` more that do not count, and will stay."""
+        self._known_bytes += known_bytes
+        self.peak_bytes = max(self.peak_bytes, _status_bytes("VmHWM") - self._before - self._known_bytes)
+        _reset_high_water()
+
+
+def _trim() -> None:
+    # Blocks below the threshold leave holes in the heap; a step that fills them would seem to need nothing.
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
 
 
 def _status_bytes(field: str) -> int:

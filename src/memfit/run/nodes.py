@@ -20,7 +20,13 @@ from typing import Any
 import torch
 
 from memfit.errors import UnsupportedUse
-from memfit.torch_internals import backward_keeps_graph, no_autocast
+from memfit.torch_internals import (
+    at_end_of_backward,
+    backward_keeps_graph,
+    give_accumulation_hooks,
+    no_autocast,
+    take_accumulation_hooks,
+)
 
 Slice = Callable[[dict[str, Any]], tuple[Any, ...]]
 
@@ -46,6 +52,8 @@ class Call:
         self.path = path
         self.slices: Sequence[Slice] = ()
         self.watched: list[tuple[str, torch.Tensor, int]] = []
+        self._quiet: list[tuple[torch.Tensor, Any]] = []
+        self._reached: set[int] = set()
 
     def forget_shared(self) -> None:
         """Drop our references to what autograd now keeps: an output among them would otherwise hold itself alive."""
@@ -71,6 +79,23 @@ class Call:
         with torch.no_grad(), no_autocast(self.devices):
             return self.slices[index](self.values)
 
+    def keep_hooks_quiet(self, receivers: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
+        """Hold back the hooks of parameters that get no gradient: eager would not visit them, the engine now does."""
+        for receiver, gradient in zip(receivers, gradients, strict=True):
+            if gradient is not None:
+                self._reached.add(id(receiver))
+            elif receiver.is_leaf and id(receiver) not in self._reached:
+                hooks = take_accumulation_hooks(receiver)
+                if hooks:
+                    self._quiet.append((receiver, hooks))
+        if self._quiet:
+            at_end_of_backward(self.let_hooks_fire)
+
+    def let_hooks_fire(self) -> None:
+        """Put back the hooks that were held; the engine has visited those parameters."""
+        while self._quiet:
+            give_accumulation_hooks(*self._quiet.pop())
+
 
 class _Link(torch.autograd.Function):
     """Runs one slice of the backward half."""
@@ -80,11 +105,15 @@ class _Link(torch.autograd.Function):
         ctx.call = call
         ctx.index = index
         ctx.is_last = link is None
+        ctx.receivers = receivers
         return receivers[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, link: torch.Tensor) -> tuple[Any, ...]:
-        return (None, None, None if ctx.is_last else link, *ctx.call.run(ctx.index))
+        ctx.call.let_hooks_fire()
+        gradients = ctx.call.run(ctx.index)
+        ctx.call.keep_hooks_quiet(ctx.receivers, gradients)
+        return (None, None, None if ctx.is_last else link, *gradients)
 
 
 class _Head(torch.autograd.Function):

@@ -10,7 +10,8 @@ output = example.model(*example.args, **example.kwargs)
 example.loss(output, *example.targets).backward()
 """
 
-from memfit.zoo.catalogue import BadOption, Network, UnknownNetwork, build, names, spec
+from memfit.errors import BadOption
+from memfit.zoo.catalogue import Network, UnknownNetwork, build, names, spec
 from memfit.zoo.data import inputs, loss, targets
 from memfit.zoo.example import BadExample, Example, load
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from memfit.errors import MemfitError
+from memfit.errors import BadOption, MemfitError
 from memfit.zoo import vgg
 from memfit.zoo.classic import alexnet, nin, overfeat
 from memfit.zoo.darts import DARTS
@@ -38,10 +38,6 @@ class UnknownNetwork(MemfitError, ValueError):
             f"there is no network {name!r} in the zoo.{guess} `memfit zoo` lists them all; "
             "a network of your own is named as `package.module:callable`."
         )
-
-
-class BadOption(MemfitError, ValueError):
-    """An option that a network does not take, or a value it cannot take."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memfit.zoo.catalogue import BadOption, Network, spec
+from memfit.errors import BadOption
+from memfit.zoo.catalogue import Network, spec
 
 _LABELS = 0x1ABE1  # added to the seed, so that labels are not drawn from the same stream as images
 
