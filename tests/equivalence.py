@@ -141,7 +141,7 @@ def _train(
             for micro in range(micro_batches):
                 where = f"step {step}.{micro}" if micro_batches > 1 else f"step {step}"
                 args, kwargs = make_call(inputs, batch, seed=1000 + 10 * step + micro)
-                passed = [t for t in tensors_in((args, kwargs))]
+                passed = tensors_in((args, kwargs))
                 for tensor in passed:
                     if tensor.requires_grad and not tensor.is_leaf:
                         tensor.retain_grad()
@@ -216,15 +216,14 @@ def assert_same_trace(expected: Mapping[str, Any], found: Mapping[str, Any]) -> 
 
 
 def _difference(eager: Any, fitted: Any) -> str:
-    if isinstance(eager, Bits) and isinstance(fitted, Bits) and eager.tensor.shape == fitted.tensor.shape:
-        if eager.tensor.dtype == fitted.tensor.dtype and eager.data != fitted.data:
-            size = max(eager.tensor.element_size(), 1)
-            wrong = [
-                i for i in range(0, len(eager.data), size) if eager.data[i : i + size] != fitted.data[i : i + size]
-            ]
-            first = wrong[0] // size
-            values = eager.tensor.reshape(-1)[first].item(), fitted.tensor.reshape(-1)[first].item()
-            return f" in {len(wrong)} of {eager.tensor.numel()} elements; the first, {first}: {values[0]!r} != {values[1]!r}"
+    """Where two entries differ: the first element, or else the layouts."""
+    if isinstance(eager, Bits) and isinstance(fitted, Bits) and len(eager.data) == len(fitted.data):
+        size = eager.tensor.element_size()
+        starts = range(0, len(eager.data), size)
+        wrong = [i // size for i in starts if eager.data[i : i + size] != fitted.data[i : i + size]]
+        if wrong and eager.dtype == fitted.dtype:
+            values = [held.tensor.reshape(-1)[wrong[0]].item() for held in (eager, fitted)]
+            return f" in {len(wrong)} of {len(starts)} elements; number {wrong[0]}: {values[0]!r} != {values[1]!r}"
     return f"\n  eager:  {_show(eager)}\n  fitted: {_show(fitted)}"
 
 
@@ -250,6 +249,8 @@ def bits(tensor: torch.Tensor | None) -> Bits | None:
     """The tensor as comparable bits; None stays None."""
     if tensor is None:
         return None
+    if tensor.layout is not torch.strided:
+        return bits(tensor.detach().to_dense())
     held = tensor.detach().clone()
     flat = torch.empty(held.numel(), dtype=held.dtype).copy_(held.reshape(-1))
     data = flat.view(torch.uint8).numpy().tobytes()

@@ -540,8 +540,6 @@ OPERATORS = {
     "variance": lambda h, m: h.var(1) + h.std(1, unbiased=False),
     "var mean": lambda h, m: sum(torch.var_mean(h, 1)),
     "norms": lambda h, m: h.norm() + h.norm(1, 1) + h.norm(3, 1) + torch.linalg.vector_norm(h, float("inf"), 1),
-    "prod": lambda h, m: h.prod(1) + h[0].prod(),
-    "prod with zero": lambda h, m: (h * torch.tensor([1, 0, 1, 1, 1, 1.0])).prod(1),
     "cdist": lambda h, m: torch.cdist(h, m.w),
     "cosine similarity": lambda h, m: F.cosine_similarity(h, m.b.expand_as(h)),
     "pairwise": lambda h, m: F.pairwise_distance(h, m.b.expand_as(h)),
@@ -610,8 +608,26 @@ OPERATORS = {
     "renorm": lambda h, m: torch.renorm(h, 2, 0, 1.0),
     "quantile": lambda h, m: torch.quantile(h, 0.3, dim=1),
     "huber by hand": lambda h, m: torch.where(h.abs() < 1, 0.5 * h**2, h.abs() - 0.5).mean(),
+    "quantised and back": lambda h, m: torch.quantize_per_tensor(h, 0.1, 0, torch.qint8).dequantize() + h,
+    "fake quantised": lambda h, m: torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -128, 127),
+    "gradient of a function": lambda h, m: torch.func.grad(lambda a: torch.tanh(a @ m.w).sum())(h.detach()) + h,
+    "jacobian-vector product": lambda h, m: torch.func.jvp(lambda a: torch.tanh(a @ m.w), (h,), (h.detach(),))[1],
+    "saved through hooks": lambda h, m: with_saved_hooks(h, m),
+    "inference mode inside": lambda h, m: h * in_inference_mode(m.b),
+    "compiled inside": lambda h, m: torch.compile(lambda a: a * 2 + 1, backend="eager")(h) @ m.w,
     "checked by vmap": lambda h, m: torch.func.vmap(lambda r: r @ m.w)(h),
 }
+
+
+def with_saved_hooks(h: torch.Tensor, m: Any) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
+        return torch.tanh(h @ m.w) @ m.w
+
+
+def in_inference_mode(b: torch.Tensor) -> float | torch.Tensor:
+    with torch.inference_mode():
+        scale = b.sum() * 0 + 2
+    return scale.clone()
 
 
 @check(OPERATORS)

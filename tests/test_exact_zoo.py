@@ -13,7 +13,7 @@ from memfit import zoo
 # Options of `build`, batch, image (None: the smallest the network takes). Each is the published graph, made narrow.
 SMALL: dict[str, tuple[dict[str, Any], int, int | None]] = {
     "alexnet": ({"hidden": 32}, 2, 63),
-    "overfeat": ({"hidden": (32, 32)}, 2, None),
+    "overfeat": ({"hidden": (8, 8)}, 1, None),
     "nin": ({}, 2, 39),
     "googlenet": ({}, 2, 32),
     "inception_v3": ({}, 2, None),
@@ -33,7 +33,7 @@ SMALL: dict[str, tuple[dict[str, Any], int, int | None]] = {
 
 def small(name: str) -> tuple[torch.nn.Module, Any, Any]:
     """The network, its inputs as a function of the batch, and its loss."""
-    options, batch, image = SMALL[name]
+    options, _, image = SMALL[name]
     image = image or zoo.spec(name).minimum
     sizes = {"image": image, "num_classes": options.get("vocab_size")}
 
@@ -50,10 +50,11 @@ def small(name: str) -> tuple[torch.nn.Module, Any, Any]:
 @pytest.mark.parametrize("name", SMALL)
 def test_networks_of_the_zoo_match(name: str) -> None:
     model, inputs, loss = small(name)
-    assert_same_as_eager(model, inputs, batch=SMALL[name][1], other_batch=None, loss=loss)
+    steps = 2 if name in ("inception_v3", "overfeat") else 3  # these two cannot be made small
+    assert_same_as_eager(model, inputs, batch=SMALL[name][1], other_batch=None, loss=loss, steps=steps)
 
 
-@pytest.mark.parametrize("name", ["vgg11", "vgg16_bn", "resnet18", "densenet121", "unet", "gpt2"])
+@pytest.mark.parametrize("name", ["vgg11_bn", "resnet18", "densenet121", "unet", "gpt2"])
 def test_networks_of_the_zoo_match_over_micro_batches(name: str) -> None:
     model, inputs, loss = small(name)
     assert_same_as_eager(model, inputs, batch=2, other_batch=None, steps=2, micro_batches=2, loss=loss)

@@ -380,7 +380,9 @@ def test_a_fitted_model_can_be_exported_compiled_and_mapped_over_as_if_it_were_n
     x = torch.randn(3, 6)
     train(model)
     expected = model(x)
-    assert torch.equal(torch.func.functional_call(memfit.unfit(copy.deepcopy(model)), dict(model.named_parameters()), (x,)), expected)
+    assert torch.equal(
+        torch.func.functional_call(memfit.unfit(copy.deepcopy(model)), dict(model.named_parameters()), (x,)), expected
+    )
     assert torch.equal(torch.vmap(model)(x[:, None])[:, 0], expected)
     traced = torch.jit.trace(model, x)
     assert torch.equal(traced(x), expected)
@@ -521,7 +523,7 @@ def test_a_hook_added_to_a_submodule_after_a_capture_is_not_overlooked() -> None
     model = memfit.fit(net())
     train(model)
     handle = model.first.register_forward_hook(lambda m, a, o: o * 2)
-    with pytest.raises(MemfitError, match="module 'first'.*hook"):
+    with pytest.raises(MemfitError, match=r"module 'first'.*hook"):
         train(model)
     handle.remove()
     train(model)
@@ -545,15 +547,7 @@ SIZES = {
 
 @pytest.mark.parametrize("budget", SIZES, ids=repr)
 def test_budgets_are_understood(budget: Any) -> None:
-    model = net()
-    if SIZES[budget] < 10**6:
-        with pytest.raises(DoesNotFit):
-            big = seeded(lambda: nn.Linear(200, 200))
-            memfit.fit(big, budget=budget)(torch.randn(2, 200))
-        return
-    memfit.fit(model, budget=budget)
-    assert model.memfit.options.budget_bytes == SIZES[budget]
-    train(model)
+    assert memfit.fit(net(), budget=budget).memfit.options.budget_bytes == SIZES[budget]
 
 
 @pytest.mark.parametrize("budget", ["", "six", "6 giraffes", "-1", -1, 0, "0GB", 1.5, True, [], "1e9", "GB"], ids=repr)

@@ -118,6 +118,16 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
         rows,
         weighted_sum,
     ),
+    "two parameters of one gradient": (
+        lambda: Apply(lambda m, x: torch.tanh(x + m.s + m.t) + m.t + m.u, s=(3, 6), t=(3, 6), u=(3, 6)),
+        rows,
+        weighted_sum,
+    ),
+    "parameters behind views": (
+        lambda: Apply(lambda m, x: x @ m.w.t()[:, :3] + m.w.view(-1)[:3] + m.v.expand(3, 3), w=(6, 6), v=(1, 3)),
+        rows,
+        weighted_sum,
+    ),
     "lstm": (lambda: nn.LSTM(6, 5, 2, batch_first=True), lambda n: (torch.randn(n, 4, 6),), weighted_sum),
     "batch norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU()), rows, weighted_sum),
     "hugging face gpt2": (hugging, labelled, lambda o, m: o.loss),
@@ -193,6 +203,43 @@ def test_parameters_without_gradient_fire_no_hook() -> None:
     assert logs[1] == logs[0]
     assert {"b.weight", "unused"}.isdisjoint(names_in(logs[1]))
     assert fitted.b.weight.grad is None and fitted.unused.grad is None
+
+
+@pytest.mark.parametrize("listen", [post_accumulate, tensor_hook], ids=["post-accumulate", "tensor"])
+def test_a_parameter_behind_an_unused_output_with_a_loss_term_of_its_own_fires_its_hooks(listen: Any) -> None:
+    def loss(output: Any, model: Any) -> torch.Tensor:
+        return output[0].square().sum() + model.b.weight.square().sum()
+
+    logs = [
+        log_of(model, rows, loss, listen)
+        for model in arms(lambda: Apply(lambda m, x: (m.a(x), m.b(x)), a=nn.Linear(6, 6), b=nn.Linear(6, 6)))
+    ]
+    assert names_in(logs[1]) == names_in(logs[0])
+    assert logs[1] == logs[0]
+
+
+PARTIAL = {
+    "first": lambda o, m: o[0].square().sum(),
+    "second": lambda o, m: o[1].square().sum(),
+    "third": lambda o, m: o[2].square().sum(),
+    "first and third": lambda o, m: o[0].sum() + o[2].sum(),
+    "second, then first": lambda o, m: o[1].sum() * o[0].sum(),
+}
+
+
+@pytest.mark.parametrize("loss", list(PARTIAL.values()), ids=list(PARTIAL))
+@pytest.mark.parametrize("listen", [post_accumulate, tensor_hook], ids=["post-accumulate", "tensor"])
+def test_hooks_fire_as_in_eager_when_the_loss_reads_only_some_outputs(loss: Any, listen: Any) -> None:
+    """The same hooks with the same gradients. Their order is that of a loss that reads all outputs."""
+
+    def body(m: Any, x: torch.Tensor) -> Any:
+        shared = torch.tanh(m.a(x))
+        return m.b(shared), m.c(m.b(shared) * m.s), m.d(shared) + m.s
+
+    layers = {name: nn.Linear(6, 6) for name in "abcd"}
+    logs = [log_of(model, rows, loss, listen) for model in arms(lambda: Apply(body, **layers, s=(6,)))]
+    assert sorted(names_in(logs[1])) == sorted(names_in(logs[0]))
+    assert sorted(logs[1], key=repr) == sorted(logs[0], key=repr)
 
 
 def test_each_hook_fires_once_per_backward() -> None:
@@ -281,11 +328,14 @@ def test_gradients_are_handed_over_without_a_copy_where_eager_does_not_copy(buil
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(11)
                 loss(model(*args, **kwargs), model).backward()
-        stolen.append(
-            {name: p.grad is not None and p.grad.data_ptr() == places[name] for name, p in model.named_parameters()}
-        )
-    copied = [name for name in stolen[0] if stolen[0][name] and not stolen[1][name]]
-    assert not copied, f"eager steals these gradients, the fitted model copies them: {copied}"
+        # Eager may leave two parameters with one gradient between them (the biases of an LSTM): it counts once.
+        kept = {p.grad.data_ptr(): p.nbytes for n, p in model.named_parameters() if _stolen(p, places.get(n))}
+        stolen.append(sum(kept.values()))
+    assert stolen[1] >= stolen[0], "eager steals more bytes of gradients than the fitted model does"
+
+
+def _stolen(parameter: nn.Parameter, place: int | None) -> bool:
+    return parameter.grad is not None and parameter.grad.data_ptr() == place
 
 
 @each_case
@@ -348,3 +398,53 @@ def test_gradient_accumulation_adds_into_the_same_tensor_as_eager_does() -> None
             places.append([p.grad.data_ptr() for p in model.parameters()])
         same.append(places[0] == places[1] == places[2])
     assert same[0] == same[1]
+
+
+# --- data-parallel training -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_process() -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def with_an_unused_layer() -> nn.Module:
+    return Apply(lambda m, x: m.a(x), a=nn.Linear(6, 6), unused=nn.Linear(6, 6))
+
+
+PARALLEL = {
+    "plain": (normalised, {}),
+    "gradients as views of buckets": (normalised, {"gradient_as_bucket_view": True}),
+    "static graph": (normalised, {"static_graph": True}),
+    "small buckets": (normalised, {"bucket_cap_mb": 1e-4}),
+    "unused parameters": (with_an_unused_layer, {"find_unused_parameters": True}),
+}
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(("build", "options"), list(PARALLEL.values()), ids=list(PARALLEL))
+def test_a_fitted_model_inside_distributed_data_parallel_matches(build: Any, options: dict[str, Any]) -> None:
+    traces = []
+    for model in arms(build):
+        parallel = nn.parallel.DistributedDataParallel(model, **options)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        trace = []
+        for step in range(4):
+            args, _ = make_call(rows, 3, seed=step)
+            if step == 2 and not options.get("static_graph"):
+                with parallel.no_sync():
+                    parallel(*args).square().sum().backward()
+            parallel(*args).square().sum().backward()
+            trace += [bits(p.grad) for p in parallel.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        traces.append(trace)
+    assert traces[0] == traces[1]

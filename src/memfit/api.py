@@ -40,6 +40,9 @@ def fit(
     """
     if not isinstance(model, nn.Module):
         raise BadOption(f"fit() takes an nn.Module, not {type(model).__name__}")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        wrapper = type(model).__name__
+        raise BadOption(f"fit() takes the module inside {wrapper}: write {wrapper}(memfit.fit(model))")
     options = Options(parse_bytes(budget), policy, frozenset(without), max_captures)
     if "memfit" in model.__dict__:
         unfit(model)

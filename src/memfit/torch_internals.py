@@ -7,6 +7,7 @@ the autograd engine's position. Written against torch 2.13.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -33,15 +34,15 @@ __all__ = [
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
     "argument_names",
-    "at_end_of_backward",
     "autocast_state",
     "backward_keeps_graph",
     "below_autograd",
+    "calling_module",
     "current_backward_name",
     "current_backward_sequence",
     "fake_mode",
-    "give_accumulation_hooks",
     "has_effect",
+    "hook_directly",
     "is_nested_capture",
     "is_random",
     "next_forward_sequence",
@@ -49,9 +50,10 @@ __all__ = [
     "normalised",
     "real_tensors",
     "resolve",
+    "saved_tensors_hooks_removed",
     "storage_key",
-    "take_accumulation_hooks",
     "target_of",
+    "will_run_in_this_backward",
     "without_mode",
     "written_arguments",
 ]
@@ -89,6 +91,23 @@ def without_mode(mode: TorchDispatchMode) -> Iterator[None]:
         mode.__enter__()
 
 
+@contextlib.contextmanager
+def saved_tensors_hooks_removed() -> Iterator[None]:
+    """Take the hooks that surround the call off autograd's stack for a while.
+
+    Identity hooks on top of them would not do: with hooks autograd does not compare versions.
+    """
+    taken = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        taken.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """What two tensors share if and only if they look at the same storage (while both are alive)."""
     return int(tensor.untyped_storage()._cdata)
@@ -123,6 +142,12 @@ def backward_keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def calling_module() -> torch.nn.Module | None:
+    """The module whose __call__ called the caller of this function as its forward, if one did."""
+    frame = sys._getframe(2)
+    return frame.f_locals.get("self") if frame.f_code is torch.nn.Module._call_impl.__code__ else None
+
+
 def is_nested_capture() -> bool:
     """True where tensors are not real: under a fake mode, a compiler, a function transform or a tracer."""
     return (
@@ -133,25 +158,17 @@ def is_nested_capture() -> bool:
     )
 
 
-def take_accumulation_hooks(tensor: torch.Tensor) -> dict[int, Any]:
-    """Remove and return the tensor's post-accumulate-grad hooks."""
-    hooks = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
-    taken = dict(hooks)
-    hooks.clear()
-    return taken
+_register_hook = torch.Tensor.register_hook  # before anybody stands in for it
 
 
-def give_accumulation_hooks(tensor: torch.Tensor, hooks: dict[int, Any]) -> None:
-    """Put post-accumulate-grad hooks back, in front of any registered since."""
-    held = tensor._post_accumulate_grad_hooks
-    later = dict(held)
-    held.clear()
-    held.update(hooks | later)
+def hook_directly(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+    """Register a hook on a tensor, past whoever watches registrations."""
+    _register_hook(tensor, hook)
 
 
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Inside a backward pass: have `call` called when it ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+def will_run_in_this_backward(node: Any) -> bool:
+    """Inside a backward pass: True if it will come to that node, or has."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def autocast_state(devices: tuple[str, ...]) -> tuple[tuple[str, bool, torch.dtype], ...]:

@@ -8,9 +8,12 @@ parts must be handed over one by one: floating-point addition is not associative
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+
+from memfit.torch_internals import hook_directly
 
 
 class GradientParts:
@@ -21,7 +24,9 @@ class GradientParts:
         receiver_of: dict[Any, int] = {}
         for index, leaf in enumerate(wanted):
             receiver_of[torch.autograd.graph.get_gradient_edge(leaf).node] = index
-            leaf.register_hook(lambda _, index=index: self._events.append((index, None)))
+            hook_directly(leaf, partial(self._done, index))
+        self._leaf_of = dict(receiver_of)
+        self._num_leaves = len(wanted)
         nodes = list(_nodes([t.grad_fn for t in outputs if t.grad_fn is not None]))
         receiver_of |= self._behind_inputs(nodes, receiver_of)
         arrivals: dict[int, int] = {}
@@ -38,6 +43,9 @@ class GradientParts:
             if several:
                 node.register_hook(lambda made, _, several=several: self._arrived(made, several))
 
+    def _done(self, index: int, total: torch.Tensor) -> None:
+        self._events.append((index, None))
+
     @staticmethod
     def _behind_inputs(nodes: list[Any], receiver_of: dict[Any, int]) -> dict[Any, int]:
         """The nodes that stand between an input that is no leaf and the leaf we take its gradient of."""
@@ -52,6 +60,16 @@ class GradientParts:
             part = made[position]
             if part is not None:
                 self._events.append((receiver, part))
+
+    def reached_from(self, outputs: Sequence[torch.Tensor]) -> list[frozenset[int]]:
+        """For each leaf the indices of the outputs whose graph it is in."""
+        found: list[set[int]] = [set() for _ in range(self._num_leaves)]
+        for index, output in enumerate(outputs):
+            for node in _nodes([output.grad_fn]):
+                leaf = self._leaf_of.get(node)
+                if leaf is not None:
+                    found[leaf].add(index)
+        return [frozenset(indices) for indices in found]
 
     def in_order(self, sums: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, torch.Tensor]]:
         """Index of the leaf and the part handed over, in order; the last part goes when the engine is done with it."""

@@ -10,11 +10,13 @@ import keyword
 import os
 import re
 import sys
+import weakref
 from collections import Counter
 from typing import Any
 
 import torch
 
+from memfit.capture.escapes import Made
 from memfit.capture.shadow import Shadows
 from memfit.capture.step import Half, Op, Opaque, Origin, Ref, Source, Value, refs_in
 from memfit.errors import CaptureError
@@ -54,6 +56,7 @@ class Recorder(TorchDispatchMode):
         self.opaque: list[Any] = []
         self.half = Half.FORWARD
         self.reseeded = False
+        self.known_objects: set[int] = set()
         self.path: list[str] = []
         self._shadows = shadows
         self._value_of: dict[int, int] = {}
@@ -93,6 +96,10 @@ class Recorder(TorchDispatchMode):
                 f"{self.where()} reads attribute '{self._stale[id(tensor)]}', which holds a tensor of an earlier "
                 "step's graph. Detach it when storing it, or pass it as an argument"
             )
+        if found is not None and self._storages.get(storage_key(tensor)) != self.values[found].storage:
+            raise CaptureError(
+                f"{self.where()} gave a tensor another storage (set_, .data = ...); write into it instead"
+            )
         if found is None:
             raise CaptureError(
                 f"{self.where()} uses a tensor{tuple(tensor.shape)} that was made outside the captured step. "
@@ -117,6 +124,30 @@ class Recorder(TorchDispatchMode):
     def value_of_source(self, tensor: torch.Tensor) -> int:
         """The source that this fake stands for, whatever was written into it since."""
         return self._source_objects[id(tensor)]
+
+    def made_tensors(self) -> list[Made]:
+        """Weak references to the tensors that ops have made, each with its place."""
+        sources = {source.value for source in self.sources}
+        # Casts of weights stay in autocast's own cache for as long as the caller's autocast lasts.
+        maker = {
+            value: op
+            for op in self.ops
+            for value in op.made
+            if not (op.target == "aten._to_copy.default" and sources.issuperset(op.reads()))
+        }
+        return [
+            Made(weakref.ref(tensor), op.path, op.source)
+            for tensor in self._alive
+            if isinstance(tensor, torch.Tensor)
+            and id(tensor) not in self._source_objects
+            and (op := maker.get(self._value_of.get(id(tensor), -1))) is not None
+        ]
+
+    def forget(self) -> None:
+        """Let go of every tensor; what was recorded stays."""
+        for held in (self._alive, self._value_of, self._fake_of_real, self._source_tensors, self._stale):
+            held.clear()
+        self._shadows.forget()
 
     def line_of(self, error: BaseException) -> str:
         """The innermost line of the model's own source that the error passed through."""
@@ -144,6 +175,7 @@ class Recorder(TorchDispatchMode):
         known, answer = self._shadows.ask(func, args, kwargs)
         if known:
             return answer
+        given = args
         args, kwargs = self._fake(args), {key: self._fake(arg) for key, arg in kwargs.items()}
         out = func(*args, **kwargs)
         outs = list(out) if isinstance(out, (tuple, list)) else [] if out is None else [out]
@@ -152,7 +184,10 @@ class Recorder(TorchDispatchMode):
             return out
         self._record(func, args, kwargs, out, outs)
         if self.half is Half.FORWARD:
-            self._shadows.follow(func, args, kwargs, out)
+            if target_of(func) == _LIFT and isinstance(given[0], torch.Tensor) and not isinstance(given[0], FakeTensor):
+                self._shadows.know_constant(out, given[0])
+            else:
+                self._shadows.follow(func, args, kwargs, out)
         return out
 
     def _record(self, func: OpOverload, args: Any, kwargs: Any, out: Any, outs: list[Any]) -> None:
@@ -276,12 +311,21 @@ class Recorder(TorchDispatchMode):
             return tuple(self._operand(item) for item in arg)
         if isinstance(arg, _LITERALS):
             return arg
+        if isinstance(arg, torch.Generator) and id(arg) not in self.known_objects:
+            raise CaptureError(
+                f"{self.where()} draws from a generator made in the forward pass; replaying would go on with the same "
+                "one instead. Keep the generator on the module, or pass it as an argument"
+            )
         self.opaque.append(arg)
         return Opaque(len(self.opaque) - 1, type(arg).__name__)
 
     def _add_value(self, tensor: torch.Tensor, name: str, *, written: tuple[int, ...] = ()) -> int:
         if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise CaptureError(f"{self.where()} makes a {_layout(tensor)} tensor; memfit needs dense, strided tensors")
+            where = self.where() if self.half is Half.FORWARD else self.where_in_backward()
+            raise CaptureError(
+                f"{where} makes a {_layout(tensor)} tensor; memfit needs dense, strided tensors. Convert it with "
+                "to_dense() or dequantize(); embeddings take sparse=False"
+            )
         key = storage_key(tensor)
         storage = self._storages.setdefault(key, len(self.storage_bytes))
         if storage == len(self.storage_bytes):

@@ -105,6 +105,18 @@ class Shadows:
                 copy = real.detach().clone()
             self._put(fake, _Shadow(fake, copy, Given(input_index), frozenset({input_index})))
 
+    def know_constant(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Remember the value of a small integer literal that the model makes on each call."""
+        if real.dtype in _DTYPES and real.numel() <= _MAX_ELEMENTS:
+            with real_tensors():
+                copy, kept = real.detach().clone(), real.detach().clone()
+            self._lines.append(Line(torch.ops.aten.clone.default, (kept,), {}))
+            self._put(fake, _Shadow(fake, copy, Made(len(self._lines) - 1), frozenset()))
+
+    def forget(self) -> None:
+        """Let go of every tensor; the guards stay."""
+        self._known.clear()
+
     def ask(self, func: OpOverload, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """(True, answer) if this is a question about data and the data is known."""
         if target_of(func) not in _ASKING:

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from memfit.errors import CaptureError
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _NEVER_OPENED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, nn.Module)
 _MAX_DEPTH = 24
+_SIMPLE = frozenset({bool, int, float, str, type(None)})
+# Settings are small; what is longer or deeper is data, and counts by identity and length.
+_MAX_SETTING_ITEMS = 256
+_MAX_SETTING_DEPTH = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +105,34 @@ def fingerprint(skeleton: Skeleton) -> Any:
             return ("float", repr(value))
         if isinstance(value, _ATOMS):
             return (type(value).__name__, value)
-        return ("object", id(value))
+        return ("object", setting(value, set()))
     return (skeleton.type, skeleton.labels, tuple(fingerprint(part) for part in skeleton.parts))
+
+
+def setting(value: Any, seen: set[int], depth: int = 0) -> Any:
+    """A hashable form of a setting: contents of containers and of plain objects, else which object it is.
+
+    `seen` holds the objects looked at already: a config shared by all layers is read once.
+    """
+    kind = type(value)
+    if kind in _SIMPLE:
+        return (kind, repr(value)) if kind is float else (kind, value)
+    if isinstance(value, torch.Tensor):
+        return None  # its layout is checked where it is read
+    if kind is tuple and all(type(item) is int for item in value):
+        return value  # the usual case, and this runs on every call
+    if depth > _MAX_SETTING_DEPTH or id(value) in seen:
+        return id(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return (kind, len(value), tuple(setting(item, seen, depth + 1) for item in islice(value, _MAX_SETTING_ITEMS)))
+    if isinstance(value, dict):
+        items = islice(value.items(), _MAX_SETTING_ITEMS)
+        return (kind, len(value), tuple((setting(k, seen, 9), setting(v, seen, depth + 1)) for k, v in items))
+    inside = getattr(value, "__dict__", None)
+    if not inside or isinstance(value, _NEVER_OPENED) or callable(value):
+        return id(value)
+    seen.add(id(value))
+    return (id(value), tuple((name, setting(item, seen, depth + 1)) for name, item in inside.items()))
 
 
 def _open(item: Any) -> tuple[tuple[Any, ...], list[Any], Callable[[list[Any]], Any]] | None:
@@ -119,14 +150,16 @@ def _open(item: Any) -> tuple[tuple[Any, ...], list[Any], Callable[[list[Any]], 
             return keys, list(item.values()), lambda parts: dict(zip(keys, parts, strict=True))
         if dataclasses.is_dataclass(item):  # Hugging Face's ModelOutput is both
             return keys, list(item.values()), lambda parts: kind(**dict(zip(keys, parts, strict=True)))
-        return keys, list(item.values()), lambda parts: _refill(item, keys, parts)
+        shell = copy.copy(item)
+        shell.clear()  # the tensors in it are not ours to keep
+        return keys, list(item.values()), lambda parts: _refill(shell, keys, parts)
     if isinstance(item, _NEVER_OPENED):
         return None
     attributes = _attributes(item)
     if not attributes:
         return None
     names = tuple(attributes)
-    return names, list(attributes.values()), lambda parts: _with_attributes(item, names, parts)
+    return names, list(attributes.values()), lambda parts: _with_attributes(kind, names, parts)
 
 
 def _attributes(item: Any) -> dict[str, Any]:
@@ -149,8 +182,8 @@ def _refill(shell: Any, keys: tuple[Any, ...], parts: list[Any]) -> Any:
     return fresh
 
 
-def _with_attributes(shell: Any, names: tuple[str, ...], parts: list[Any]) -> Any:
-    fresh = object.__new__(type(shell))
+def _with_attributes(kind: type, names: tuple[str, ...], parts: list[Any]) -> Any:
+    fresh: Any = object.__new__(kind)
     for name, part in zip(names, parts, strict=True):
         object.__setattr__(fresh, name, part)
     return fresh

@@ -9,6 +9,7 @@ Nothing real is computed and nothing real is touched: the model is replaced by a
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,14 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.capture.bystanders import held_objects, unchanged
+from memfit.capture.effects import effects_refused
+from memfit.capture.escapes import Made, refuse_escaped
 from memfit.capture.gradients import GradientParts
 from memfit.capture.libraries import tracing_hidden
-from memfit.capture.randomness import generators_watched
 from memfit.capture.recorder import Recorder
 from memfit.capture.shadow import Guard, Shadows
 from memfit.capture.step import Gradient, Half, Origin, Step
 from memfit.capture.structure import Skeleton, put_together, take_apart
-from memfit.capture.twin import Slot, changed_attributes, make_twin, refuse_hooks, slots_of, snapshot
+from memfit.capture.twin import Slot, changed_attributes, make_twin, refuse_modules, slots_of, snapshot
 from memfit.errors import BadOption, CaptureError, MemfitError
 from memfit.torch_internals import (
     AUTOCAST_DEVICES,
@@ -34,8 +37,11 @@ from memfit.torch_internals import (
     UnsupportedOperatorException,
     fake_mode,
     no_autocast,
+    saved_tensors_hooks_removed,
 )
 
+# A capture stands in for a few of torch's functions, so two threads must not do it at once.
+_ONE_AT_A_TIME = threading.RLock()
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 
@@ -90,7 +96,8 @@ class Capture:
     """A Step, and what ties it to the model and the call that it was captured from.
 
     `blueprint` is the model as it was then, with fakes for tensors: a later capture of the same call starts from it,
-    whatever has been done to the model since.
+    whatever has been done to the model since. `reached_from` says from which of the step's outputs each source's
+    gradient comes.
     """
 
     step: Step
@@ -100,6 +107,7 @@ class Capture:
     constants: Mapping[int, torch.Tensor]
     opaque: tuple[Any, ...]
     output: Skeleton
+    reached_from: Mapping[int, frozenset[int]]
     passed_through: tuple[int | None, ...]
     assigned: tuple[Assigned, ...] = ()
     guards: tuple[Guard, ...] = ()
@@ -144,27 +152,54 @@ def capture_call(
     incoming: Incoming | None = None,
 ) -> Capture:
     """Capture a call with all that is needed to run it; `incoming` says what the backward half will be given."""
-    refuse_hooks(model)
+    with _ONE_AT_A_TIME:
+        made: list[Made] = []
+        captured = _capture_call(
+            model, args, kwargs, loss, targets, device, name, autocast, incoming or Incoming(), made
+        )
+        refuse_escaped(made)
+        return captured
+
+
+def _capture_call(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Callable[..., torch.Tensor] | None,
+    targets: tuple[Any, ...],
+    device: str | None,
+    name: str,
+    autocast: Autocast,
+    incoming: Incoming,
+    made: list[Made],
+) -> Capture:
+    """The capture itself; notes in `made` the tensors that must be gone once it has returned."""
+    refuse_modules(model)
     inputs, skeleton = take_apart((args, kwargs, targets))
     mode = fake_mode()
     shadows = Shadows()
     recorder = Recorder(shadows)
-    with generators_watched(recorder), tracing_hidden():
+    with effects_refused(recorder), tracing_hidden(), unchanged(model):
         with mode:
             fakes, slots = _fake_state(model, recorder, device)
-            leaves, given = _fake_inputs(inputs, recorder, shadows, device)
+            given = _fake_inputs(inputs, recorder, shadows, device)
+        recorder.known_objects = held_objects(model, skeleton)
         blueprint = make_twin(model, fakes)
         twin = make_twin(model, fakes, lambda path, forward, *a, **k: _enter(recorder, path, forward, a, k))
         before = snapshot(twin)
-        with mode, recorder, _explained(recorder), torch.enable_grad():
+        with mode, recorder, _explained(recorder, twin), _autograd_plain():
             with _autocast(autocast):
                 call_args, call_kwargs, call_targets = put_together(skeleton, given)
                 # The root's own hooks run around our forward, not in it.
                 output = twin.forward(*call_args, **call_kwargs)
                 if loss is not None:
                     output = loss(output, *call_targets)
-            incoming = incoming or Incoming()
-            captured = _finish(recorder, twin, before, output, leaves, given, slots, incoming, shadows, name)
+            made += recorder.made_tensors()
+            captured = _finish(recorder, twin, before, output, given, slots, incoming, shadows, name)
+    # Break the cycles, so that the twin and its tensors go now and not at some later garbage collection.
+    recorder.forget()
+    for module in list(twin.modules()):
+        module.__dict__.pop("forward")
     return replace(captured, blueprint=blueprint)
 
 
@@ -173,7 +208,6 @@ def _finish(
     twin: nn.Module,
     before: dict[tuple[str, str], Any],
     output: Any,
-    leaves: list[torch.Tensor],
     given: list[torch.Tensor],
     slots: tuple[tuple[Slot, ...], ...],
     incoming: Incoming,
@@ -181,6 +215,12 @@ def _finish(
     name: str,
 ) -> Capture:
     """Take the outputs apart, run the backward half, and close the record."""
+    for path, parameter in twin.named_parameters():
+        if parameter.grad is not None:
+            raise CaptureError(
+                f"the forward pass runs a backward pass of its own: parameter '{path}' got a gradient, which replaying "
+                "would not give it. Use torch.autograd.grad inside the model, or call backward outside"
+            )
     changed = list(changed_attributes(twin, before))
     everything = (output, [value for _, _, value in changed])
     outputs, skeleton = take_apart(everything)
@@ -197,7 +237,7 @@ def _finish(
     ]
     recorder.half = Half.BACKWARD
     tangents, tangent_values = _tangents(recorder, outputs, differentiable, passed_through, incoming)
-    gradients = _backward(recorder, leaves, outputs, tangents, incoming)
+    gradients, reached_from = _backward(recorder, outputs, tangents, incoming)
     step = Step(
         ops=tuple(recorder.ops),
         values=tuple(recorder.values),
@@ -212,14 +252,20 @@ def _finish(
         storage_bytes=tuple(recorder.storage_bytes),
         name=name or type(twin).__name__,
     )
+    made = [position for position, through in enumerate(passed_through) if through is None]
+    made_position = {position: index for index, position in enumerate(made)}
     return Capture(
         step=step,
-        blueprint=twin,
+        blueprint=twin,  # until the caller puts the real one in its place
         slots=slots,
         num_inputs=len(given),
         constants=dict(recorder.constants),
         opaque=tuple(recorder.opaque),
         output=skeleton,
+        reached_from={
+            source: frozenset(made_position[position] for position in positions)
+            for source, positions in reached_from.items()
+        },
         passed_through=passed_through,
         assigned=assigned,
         guards=tuple(shadows.guards),
@@ -246,7 +292,7 @@ def _fake_state(
     fakes: dict[int, torch.Tensor] = {}
     for key, tensor in tensors.items():
         slot = min(places[key], key=lambda s: s.origin is Origin.ATTRIBUTE)
-        _refuse_layout(tensor, f"{slot.origin.value} '{slot.name}'")
+        refuse_layout(tensor, f"{slot.origin.value} '{slot.name}'")
         if slot.origin is Origin.ATTRIBUTE and tensor.grad_fn is not None:
             # Left from an earlier step. Most are overwritten before anybody reads them; a read is refused.
             fakes[key] = recorder.add_stale(
@@ -265,19 +311,18 @@ def _fake_state(
 
 def _fake_inputs(
     inputs: list[torch.Tensor], recorder: Recorder, shadows: Shadows, device: str | None
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Fakes of the inputs: the leaves that gradients are taken of, and the tensors the model is given."""
-    leaves, given = [], []
+) -> list[torch.Tensor]:
+    """Fakes of the inputs, as the model is given them."""
+    given = []
     for index, tensor in enumerate(inputs):
-        _refuse_layout(tensor, f"input {index}")
+        refuse_layout(tensor, f"input {index}")
         fake = Layout.of(tensor, device=_device(tensor, device)).fake()
         recorder.add_source(fake, Origin.INPUT, f"input_{index}")
         shadows.know(fake, tensor, input_index=index)
-        leaves.append(fake)
         given.append(_NotALeaf.apply(fake) if tensor.requires_grad and not tensor.is_leaf else fake)
         if given[-1] is not fake:
             recorder.alias(given[-1], fake)
-    return leaves, given
+    return given
 
 
 class _NotALeaf(torch.autograd.Function):
@@ -319,29 +364,22 @@ def _tangents(
 
 
 def _backward(
-    recorder: Recorder,
-    leaves: list[torch.Tensor],
-    outputs: list[torch.Tensor],
-    tangents: list[torch.Tensor | None],
-    incoming: Incoming,
-) -> tuple[Gradient, ...]:
-    """Run autograd on the fakes; note for each gradient when the engine hands it over."""
-    wanted = [
-        recorder.tensor_of(s.value) for s in recorder.sources if s.requires_grad and s.origin is not Origin.TANGENT
-    ]
-    started = [(o, t) for o, t in zip(outputs, tangents, strict=True) if t is not None]
+    recorder: Recorder, outputs: list[torch.Tensor], tangents: list[torch.Tensor | None], incoming: Incoming
+) -> tuple[tuple[Gradient, ...], dict[int, frozenset[int]]]:
+    """Run autograd on the fakes: the gradients as the engine hands them over, and which outputs reach each source."""
+    wanted = [recorder.tensor_of(source.value) for source in recorder.sources if source.requires_grad]
+    started = [(i, o, t) for i, (o, t) in enumerate(zip(outputs, tangents, strict=True)) if t is not None]
     if not wanted or not started:
-        return ()
-    parts = GradientParts([o for o, _ in started], wanted)
+        return (), {}
+    positions, starts = [i for i, _, _ in started], [o for _, o, _ in started]
+    parts = GradientParts(starts, wanted)
+    reached = parts.reached_from(starts)
     # A forward pass is captured inside the caller's autocast; its backward usually runs outside.
     with no_autocast(AUTOCAST_DEVICES), _autocast(incoming.autocast):
-        found = torch.autograd.grad(
-            [o for o, _ in started], wanted, [t for _, t in started], allow_unused=True, materialize_grads=False
-        )
-    return tuple(
-        Gradient(recorder.value_of_source(wanted[index]), recorder.value_of(part))
-        for index, part in parts.in_order(found)
-    )
+        found = torch.autograd.grad(starts, wanted, [t for _, _, t in started], allow_unused=True)
+    sources = [recorder.value_of_source(tensor) for tensor in wanted]
+    gradients = tuple(Gradient(sources[i], recorder.value_of(part)) for i, part in parts.in_order(found))
+    return gradients, {source: frozenset(positions[o] for o in r) for source, r in zip(sources, reached, strict=True)}
 
 
 def _assigned(path: str, attribute: str, part: Skeleton) -> Assigned:
@@ -360,7 +398,9 @@ def _holds_tensor(part: Any) -> bool:
     return hasattr(part, "index") or any(_holds_tensor(p) for p in getattr(part, "parts", ()))
 
 
-def _refuse_layout(tensor: torch.Tensor, what: str) -> None:
+def refuse_layout(tensor: torch.Tensor, what: str) -> None:
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
+        return  # nearly always
     odd = None
     if tensor.layout is not torch.strided:
         odd = str(tensor.layout).removeprefix("torch.").replace("_", " ")
@@ -423,15 +463,23 @@ def _quiet(recorder: Recorder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _autocast(state: Autocast) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for device, enabled, dtype in state:
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+def _autograd_plain() -> Iterator[None]:
+    """Autograd on, without what the caller may have around the call: anomaly detection, hooks on saved tensors."""
+    with torch.enable_grad(), torch.autograd.set_detect_anomaly(False), saved_tensors_hooks_removed():
         yield
 
 
 @contextlib.contextmanager
-def _explained(recorder: Recorder) -> Iterator[None]:
+def _autocast(state: Autocast) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device, enabled, dtype in state:
+            cached = torch.is_autocast_cache_enabled()
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached))
+        yield
+
+
+@contextlib.contextmanager
+def _explained(recorder: Recorder, twin: nn.Module) -> Iterator[None]:
     """Turn torch's reasons for not tracing into ours, with the place."""
     try:
         yield
@@ -441,6 +489,7 @@ def _explained(recorder: Recorder) -> Iterator[None]:
         raise CaptureError(
             f"{_place(recorder, error)} asks for the value of a tensor ({error.func}): an .item(), an if or a "
             "loop that depends on data. Use tensor ops (torch.where), or compute it outside the model and pass it in"
+            + _hint(recorder, twin)
         ) from error
     except DynamicOutputShapeException as error:
         raise CaptureError(
@@ -456,9 +505,20 @@ def _explained(recorder: Recorder) -> Iterator[None]:
             if "use_reentrant" in text:
                 hint = ". Turn checkpointing off in the model (memfit recomputes instead), or use use_reentrant=False"
             raise CaptureError(f"{recorder.where_in_backward()}: eager's backward pass fails: {text}{hint}") from error
-        if "fake" in text.lower() or "data pointer" in text or "data is not allocated" in text:
+        if any(sign in text for sign in _SIGNS_OF_FAKES):
             raise CaptureError(f"{_place(recorder, error)} cannot be run on fake tensors: {text}") from error
         raise
+
+
+def _hint(recorder: Recorder, twin: nn.Module) -> str:
+    """What is known about modules that ask for values."""
+    module = twin.get_submodule(recorder.path[-1]) if recorder.path else twin
+    if getattr(module, "num_batches_tracked", None) is not None and getattr(module, "momentum", 0.1) is None:
+        return ". Batch norm with momentum=None reads its count of batches: give it a momentum"
+    return ""
+
+
+_SIGNS_OF_FAKES = ("FakeTensor", "fake", "data pointer", "data is not allocated", "tensor subclasses", "TorchScript")
 
 
 def _place(recorder: Recorder, error: BaseException) -> str:

@@ -129,9 +129,14 @@ def make_twin(model: nn.Module, fake_of: dict[int, torch.Tensor], enter: Callabl
     return root
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Raise if a module below the root has hooks: they would run once, at capture, and never again."""
+def refuse_modules(model: nn.Module) -> None:
+    """Raise if a module is compiled, or one below the root has hooks: they would run once, at capture, never again."""
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"module '{path or '(root)'}' is compiled by TorchScript, which cannot be captured. Use the module it "
+                "was made from"
+            )
         if not path:
             continue  # the root's hooks run around our forward, as they do around its own
         for table in _HOOK_TABLES:
@@ -168,8 +173,17 @@ def snapshot(twin: nn.Module) -> dict[tuple[str, str], Any]:
             if name in ("_parameters", "_buffers", "_modules"):
                 held.update({(path, f"{name}.{key}"): item for key, item in value.items()})
             elif name != "forward" and name not in HARMLESS_ATTRIBUTES:
-                held[path, name] = value.copy() if isinstance(value, (list, dict, set)) else value
+                held[path, name] = _copied(value)
     return held
+
+
+def _copied(value: Any) -> Any:
+    """The value, containers copied all the way down."""
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return value.copy() if isinstance(value, set) else value
 
 
 def _same(old: Any, new: Any) -> bool:

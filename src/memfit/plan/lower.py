@@ -9,20 +9,26 @@ from memfit.plan.program import Boundary, Free, Give, Instruction, Program, Run
 def lower_keep(step: Step) -> Program:
     """Run every op once, in order; free every storage right after its last use; hand gradients over when eager does."""
     last_touch: dict[int, int] = {}
+    last_write: dict[int, int] = {}
     for index, op in enumerate(step.ops):
         for value in (*op.reads(), *op.made):
             last_touch[step.values[value].storage] = index
+        last_write.update(dict.fromkeys(op.writes, index))
     tangents = {step.values[s.value].storage for s in step.sources if s.origin is Origin.TANGENT}
     gives: dict[int, list[int]] = {}
     given: dict[int, int] = {}
     earliest = step.num_forward
     last_part = {gradient.of: index for index, gradient in enumerate(step.gradients)}
     for index, gradient in enumerate(step.gradients):
-        # Not before its maker has run, and in eager's order: a later gradient never overtakes an earlier one. The last
-        # part completes the gradient, and a hook may then write to the parameter: nothing may read it afterwards.
+        # Not before it is whole (its storage may be written through a view), and in eager's order: a later gradient
+        # never overtakes an earlier one. The last part completes the gradient, and a hook may then write to the
+        # parameter: nothing may read it afterwards.
         earliest = max(earliest, step.maker_of.get(gradient.value, -1) + 1)
+        earliest = max(earliest, last_write.get(step.values[gradient.value].storage, -1) + 1)
         if last_part[gradient.of] == index:
             earliest = max(earliest, last_touch.get(step.values[gradient.of].storage, -1) + 1)
+        if index == len(step.gradients) - 1:
+            earliest = len(step.ops)  # what is left is there for its effects, and runs before backward is over
         gives.setdefault(earliest, []).append(index)
         given[step.values[gradient.value].storage] = earliest
 

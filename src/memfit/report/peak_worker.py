@@ -76,14 +76,22 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_gradients(model: torch.nn.Module, step: Callable[[], None]) -> int:
-    """Growth in a step, less the gradients made by then: read each time a gradient has been handed over."""
+    """Growth in a step, less the gradients made by then: read each time a gradient has been handed over.
+
+    A layer's gradients are made together and handed over one after the other, so they count as made with the first.
+    """
     stretches = Stretches()
+    layer_of: dict[torch.Tensor, list[torch.Tensor]] = {}
+    for module in model.modules():
+        own: list[torch.Tensor] = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in layer_of]
+        layer_of |= dict.fromkeys(own, own)
 
     def handed_over(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        stretches.end_stretch(parameter.grad.untyped_storage().nbytes())
+        layer = layer_of[parameter]
+        stretches.end_stretch(sum(p.nbytes for p in layer))
+        layer.clear()
 
-    handles = [p.register_post_accumulate_grad_hook(handed_over) for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(handed_over) for p in layer_of]
     step()
     stretches.end_stretch(0)
     for handle in handles:

@@ -18,7 +18,7 @@ from memfit.errors import UnsupportedUse
 from memfit.plan.ledger import Ledger
 from memfit.plan.program import Program
 from memfit.run.codegen import Code, generate
-from memfit.run.nodes import Call, Slice, attach
+from memfit.run.nodes import Call, Handover, Slice, attach
 from memfit.torch_internals import autocast_state, below_autograd, no_autocast
 
 
@@ -45,7 +45,6 @@ class Compiled:
         step = self.program.step
         names = {value.id: value.name for value in step.values}
         index_of = {source.value: index for index, source in enumerate(step.sources)}
-        outputs = set(step.outputs)
         carried = self.code.carried
         self._shared_sources = [
             (names[s.value], index_of[s.value])
@@ -53,19 +52,35 @@ class Compiled:
             if s.value in carried and s.origin not in (Origin.TANGENT, Origin.CONSTANT)
         ]
         self._constants = [(names[v], tensor) for v, tensor in self.capture.constants.items() if v in carried]
-        self._shared_outputs = [(names[v], i) for i, v in enumerate(step.outputs) if v in carried and v not in index_of]
+        self._carried_outputs = [(names[v], i) for i, v in enumerate(step.outputs) if v in carried]
         reachable = {step.values[v].storage for v in (*step.outputs, *index_of)}
         self._watched = [
             names[v]
             for v in carried
-            if step.values[v].storage in reachable
-            and v not in outputs
-            and v in step.maker_of
-            and step.maker_of[v] < step.num_forward
+            if step.values[v].storage in reachable and step.maker_of.get(v, step.num_forward) < step.num_forward
         ]
-        self._receivers = [[index_of[step.gradients[g].of] for g in part.gives] for part in self.code.slices]
+        self._bind_handovers(index_of)
         self._tangent_names = [None if v is None else names[v] for v in step.tangents]
         self._num_state = len(self.capture.slots)
+
+    def _bind_handovers(self, index_of: dict[int, int]) -> None:
+        """Which link hands over what, and which chains of links stand behind which output."""
+        step, reached_from = self.program.step, self.capture.reached_from
+        groups: dict[frozenset[int], int] = {}
+        self._handovers: list[Handover] = []
+        for index, part in enumerate(self.code.slices):
+            by_group: dict[int, list[tuple[int, int]]] = {}
+            for slot, gradient in enumerate(part.gives):
+                source = step.gradients[gradient].of
+                group = groups.setdefault(reached_from[source], len(groups))
+                by_group.setdefault(group, []).append((slot, index_of[source]))
+            for group, pairs in by_group.items():
+                slots, receivers = zip(*pairs, strict=True)
+                self._handovers.append(Handover(index, slots, receivers, group))
+        self._groups_of_output = [
+            None if tangent is None else [group for outputs, group in groups.items() if position in outputs]
+            for position, tangent in enumerate(step.tangents)
+        ]
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -98,18 +113,14 @@ class Compiled:
         values: dict[str, Any] = {}
         with below_autograd(), no_autocast(self.devices):
             outputs = [_plain(output) for output in self.code.forward(values, sources)]
-        step = self.program.step
-        if self._receivers:
-            for name, _ in self._shared_outputs:
-                values.pop(name, None)
-            shared = [(name, sources[i]) for name, i in self._shared_sources]
-            shared += [(name, outputs[i]) for name, i in self._shared_outputs]
+        if any(groups is not None for groups in self._groups_of_output):
             values.update(self._constants)
-            call = Call(values, self._tangent_names, shared, self._begin, self.devices, self.path)
-            call.watched = [(name, values[name], values[name]._version) for name in self._watched]
-            constant = [o for o, tangent in zip(outputs, step.tangents, strict=True) if tangent is None]
-            receivers = [[sources[i] for i in indices] for indices in self._receivers]
-            outputs = list(attach(call, outputs, constant, receivers))
+            # Aliases that share the version counter: the outputs themselves would hold what holds them.
+            values.update((name, outputs[i].detach()) for name, i in self._carried_outputs)
+            watched = [(name, values[name]) for name in self._watched]
+            call = Call(values, self._tangent_names, watched, self._begin, self.devices, self.path)
+            shared = [(name, sources[i]) for name, i in self._shared_sources]
+            attach(call, outputs, self._groups_of_output, self._handovers, sources, shared)
         return self._result(model, outputs, sources)
 
     def _result(self, model: nn.Module, outputs: list[torch.Tensor], sources: list[Any]) -> Any:

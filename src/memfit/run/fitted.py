@@ -14,14 +14,14 @@ from torch import nn
 from memfit.capture.rewrites import rewrite
 from memfit.capture.step import Step
 from memfit.capture.structure import put_together, take_apart
-from memfit.capture.trace import Incoming, capture_call
+from memfit.capture.trace import Incoming, capture_call, refuse_layout
 from memfit.errors import MemfitError
 from memfit.plan.ledger import Ledger
 from memfit.plan.options import Options
 from memfit.plan.planner import plan
 from memfit.run.compiled import Compiled
 from memfit.run.signature import device_types, signature
-from memfit.torch_internals import autocast_state, is_nested_capture
+from memfit.torch_internals import autocast_state, calling_module, is_nested_capture
 
 log = logging.getLogger("memfit")
 
@@ -93,22 +93,29 @@ class Fitted:
         return f"Fitted({type(self.model).__name__}, {self.options}, {self.num_captures} captured)"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        caller = calling_module()
+        if caller is not None and caller is not self.model:
+            # A shallow copy of the model has our forward too, but other tensors: it runs its own.
+            return type(caller).forward(caller, *args, **kwargs)
         if not self.model.training or not torch.is_grad_enabled() or is_nested_capture():
             return self.__wrapped__(*args, **kwargs)
         inputs, skeleton = take_apart((args, kwargs, ()))
+        for index, tensor in enumerate(inputs):
+            refuse_layout(tensor, f"input {index}")
         key = signature(self.model, inputs, skeleton)
         for compiled in self._compiled.get(key, ()):
             if all(guard.holds(inputs) for guard in compiled.capture.guards):
                 sources = compiled.sources(inputs)
                 if sources is not None:
                     self._newest = compiled
+                    self._compiled.move_to_end(key)
                     return compiled(self.model, sources)
-        compiled = self._capture(key, inputs, args, kwargs)
+        compiled = self._capture(inputs, args, kwargs)
         sources = compiled.sources(inputs)
         assert sources is not None
         return compiled(self.model, sources)
 
-    def _capture(self, key: Any, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
+    def _capture(self, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         devices = device_types([*inputs, *self.model.parameters()])
         state = autocast_state(devices)
 
@@ -127,7 +134,9 @@ class Fitted:
         with self._lock:
             compiled = compile_for(self.model, args, kwargs, None)
             self.num_captures += 1
-            self._remember(key, compiled)
+            # Once more: the first forward pass may have decided a setting that was open.
+            inputs, skeleton = take_apart((args, kwargs, ()))
+            self._remember(signature(self.model, inputs, skeleton), compiled)
         log.info("captured %r; peak %s", compiled.program.step, compiled.ledger.describe_peak())
         return compiled
 

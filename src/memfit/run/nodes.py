@@ -1,34 +1,49 @@
-"""The chain of autograd nodes that runs the backward half slice by slice.
+r"""The autograd nodes that run the backward half slice by slice.
 
-    parameters of the last slice -> Link_n -> ... -> Link_0 -> Head -> outputs
+    parameters of the last slice -> Link_n -> ... -> Link_0 -> Head_a -> output a
+                                                           \-> Head_b -> output b
 
-The forward half has run before the chain is built. Backward enters at Head, which takes the tangents in; then each Link
-runs its slice and returns the gradients it made, so that autograd accumulates (or steals) each at once, fires hooks
-when eager would, and the next Link runs after that. The links carry zero-size tensors.
+The forward half has run before the nodes are built. Backward enters at the Heads of the outputs that the loss used,
+each of which takes its tangent in; then each Link runs its slice and returns the gradients it made, so that autograd
+accumulates (or steals) each at once, fires hooks when eager would, and the next Link runs after that. The links carry
+zero-size tensors.
+
+[Note: groups]
+Parameters that are reached from the same outputs form a group with a chain of its own, behind the Heads of just those
+outputs: a parameter that the loss does not reach is not visited by the engine, as in eager. Links are made from the
+last slice to the first, and the engine prefers what was made later, so the chains together keep the order of the
+slices, and all Heads run before the first Link.
 
 [Note: what is kept where]
-Values that only our code can reach are in `Call.values`. What the caller can reach too (parameters, inputs, outputs) is
-kept by autograd's own save_for_backward on Head: it checks versions, so that writing into such a tensor between forward
-and backward is the same error as in eager, and it knows how to hold an output without a reference cycle.
+Values of the step are in `Call.values`. Parameters, buffers and inputs, which the caller can write to, are kept by
+autograd's own save_for_backward: it checks versions, so that writing into one between forward and backward is the same
+error as in eager. Outputs are kept as aliases that share the version counter; the output itself would make a cycle.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memfit.errors import UnsupportedUse
-from memfit.torch_internals import (
-    at_end_of_backward,
-    backward_keeps_graph,
-    give_accumulation_hooks,
-    no_autocast,
-    take_accumulation_hooks,
-)
+from memfit.torch_internals import backward_keeps_graph, no_autocast, will_run_in_this_backward
 
 Slice = Callable[[dict[str, Any]], tuple[Any, ...]]
+Tangents = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What one Link does: run up to a slice, and hand over some of its gradients to these sources."""
+
+    slice: int
+    slots: tuple[int, ...]
+    receivers: tuple[int, ...]
+    group: int
 
 
 class Call:
@@ -38,123 +53,147 @@ class Call:
         self,
         values: dict[str, Any],
         tangent_names: Sequence[str | None],
-        shared: Sequence[tuple[str, torch.Tensor]],
-        begin: Callable[[Call, tuple[torch.Tensor | None, ...]], Sequence[Slice]],
+        watched: Sequence[tuple[str, torch.Tensor]],
+        begin: Callable[[Call, Tangents], Sequence[Slice]],
         devices: tuple[str, ...],
         path: str,
     ) -> None:
         self.values = values
-        self.tangent_names = tangent_names
-        self.shared = list(shared)
-        self.shared_names = [name for name, _ in shared]
-        self.begin = begin
-        self.devices = devices
         self.path = path
-        self.slices: Sequence[Slice] = ()
-        self.watched: list[tuple[str, torch.Tensor, int]] = []
-        self._quiet: list[tuple[torch.Tensor, Any]] = []
-        self._reached: set[int] = set()
+        self._tangent_names = tangent_names
+        self._watched = [(name, tensor, tensor._version) for name, tensor in watched]
+        self._begin = begin
+        self._devices = devices
+        self._heads: list[tuple[int, weakref.ref[Any]]] = []
+        self._tangents: dict[int, torch.Tensor | None] = {}
+        self._slices: Sequence[Slice] | None = None
+        self._next = 0
+        self._held: dict[tuple[int, int], Any] = {}
 
-    def forget_shared(self) -> None:
-        """Drop our references to what autograd now keeps: an output among them would otherwise hold itself alive."""
-        self.shared.clear()
+    def add_head(self, position: int, node: Any) -> None:
+        """Remember the node behind an output, without keeping it alive."""
+        self._heads.append((position, weakref.ref(node)))
 
-    def start(self, tangents: tuple[torch.Tensor | None, ...], saved: Sequence[torch.Tensor]) -> None:
-        """Take in the tangents and what autograd kept for us, and choose the slices that fit them."""
-        for name, tensor, version in self.watched:
+    def take_tangent(self, position: int, tangent: torch.Tensor | None) -> None:
+        self._tangents[position] = tangent
+
+    @property
+    def has_started(self) -> bool:
+        return self._slices is not None
+
+    def take_shared(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Put what autograd kept for us with the other values."""
+        self.values.update(zip(names, tensors, strict=True))
+
+    def hand_over(self, handover: Handover) -> list[Any]:
+        """Run the slices up to this one, and return the gradients asked for."""
+        if self._slices is None:
+            self._slices = self._start()
+        with torch.no_grad(), no_autocast(self._devices):
+            while self._next <= handover.slice:
+                made = self._slices[self._next](self.values)
+                self._held.update({(self._next, slot): gradient for slot, gradient in enumerate(made)})
+                self._next += 1
+                del made
+        return [self._held.pop((handover.slice, slot)) for slot in handover.slots]
+
+    def _start(self) -> Sequence[Slice]:
+        """Check that nothing was written to, take in the tangents, and choose the slices that fit them."""
+        for name, tensor, version in self._watched:
             if tensor._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"'{name}' of the fitted module, shape {tuple(tensor.shape)}, is at version {tensor._version}; "
                     f"expected version {version} instead"
                 )
-        self.values.update(zip(self.shared_names, saved, strict=True))
-        self.slices = self.begin(self, tangents)
-        for tangent_name, tangent in zip(self.tangent_names, tangents, strict=True):
+        self._watched.clear()
+        for position, reference in self._heads:
+            node = reference()
+            if node is not None and position not in self._tangents and will_run_in_this_backward(node):
+                raise UnsupportedUse(
+                    f"backward through {self.path} began before the gradient of output {position} was there. "
+                    "Call backward on one loss, from one thread"
+                )
+        tangents = tuple(self._tangents.pop(position, None) for position in range(len(self._tangent_names)))
+        slices = self._begin(self, tangents)
+        for tangent_name, tangent in zip(self._tangent_names, tangents, strict=True):
             if tangent_name is not None and tangent is not None:
                 self.values[tangent_name] = tangent
-
-    def run(self, index: int) -> tuple[Any, ...]:
-        """Run one slice: the gradients it hands over."""
-        with torch.no_grad(), no_autocast(self.devices):
-            return self.slices[index](self.values)
-
-    def keep_hooks_quiet(self, receivers: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
-        """Hold back the hooks of parameters that get no gradient: eager would not visit them, the engine now does."""
-        for receiver, gradient in zip(receivers, gradients, strict=True):
-            if gradient is not None:
-                self._reached.add(id(receiver))
-            elif receiver.is_leaf and id(receiver) not in self._reached:
-                hooks = take_accumulation_hooks(receiver)
-                if hooks:
-                    self._quiet.append((receiver, hooks))
-        if self._quiet:
-            at_end_of_backward(self.let_hooks_fire)
-
-    def let_hooks_fire(self) -> None:
-        """Put back the hooks that were held; the engine has visited those parameters."""
-        while self._quiet:
-            give_accumulation_hooks(*self._quiet.pop())
+        return slices
 
 
 class _Link(torch.autograd.Function):
-    """Runs one slice of the backward half."""
+    """Runs slices of the backward half and hands over gradients."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, index: int, link: torch.Tensor | None, *receivers: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        call: Call,
+        handover: Handover,
+        shared: Sequence[tuple[str, torch.Tensor]],
+        link: torch.Tensor | None,
+        *receivers: torch.Tensor,
+    ) -> torch.Tensor:
         ctx.call = call
-        ctx.index = index
+        ctx.handover = handover
         ctx.is_last = link is None
-        ctx.receivers = receivers
+        ctx.shared_names = [name for name, _ in shared]
+        ctx.save_for_backward(*(tensor for _, tensor in shared))
         return receivers[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, link: torch.Tensor) -> tuple[Any, ...]:
-        ctx.call.let_hooks_fire()
-        gradients = ctx.call.run(ctx.index)
-        ctx.call.keep_hooks_quiet(ctx.receivers, gradients)
-        return (None, None, None if ctx.is_last else link, *gradients)
+        if ctx.shared_names and not ctx.call.has_started:  # hooks may have written to parameters since
+            ctx.call.take_shared(ctx.shared_names, ctx.saved_tensors)
+        return (None, None, None, None if ctx.is_last else link, *ctx.call.hand_over(ctx.handover))
 
 
 class _Head(torch.autograd.Function):
-    """Gives the outputs a history; its backward takes the tangents in."""
+    """Gives an output a history; its backward takes the tangent in."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, outputs: list[torch.Tensor], constant: list[torch.Tensor], link: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: Call, position: int, holder: list[torch.Tensor], *links: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*constant)
-        ctx.save_for_backward(link, *(tensor for _, tensor in call.shared))
-        call.forget_shared()
+        ctx.save_for_backward(links[0])
+        ctx.num_links = len(links)
         ctx.call = call
-        returned = tuple(outputs)
-        outputs.clear()
-        return returned
+        ctx.position = position
+        return holder.pop()  # not an argument: autograd would take the output for a view of an input
 
     @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        link, *saved = ctx.saved_tensors  # raises eager's own error if the graph was used before
+    def backward(ctx: Any, tangent: torch.Tensor | None) -> tuple[Any, ...]:
+        (link,) = ctx.saved_tensors  # raises eager's own error if the graph was used before
         if backward_keeps_graph() or torch.is_grad_enabled():
             raise UnsupportedUse(
                 f"backward through {ctx.call.path} with retain_graph=True or create_graph=True: memfit frees and "
                 "reuses memory as backward goes, so it can run once. Add the losses and call backward once, or call "
                 "memfit.unfit(model) where a second backward or a second derivative is needed"
             )
-        ctx.call.start(tangents, saved)
-        return (None, None, None, torch.zeros_like(link))
+        ctx.call.take_tangent(ctx.position, tangent)
+        return (None, None, None, *([torch.zeros_like(link)] * ctx.num_links))
 
 
 def attach(
     call: Call,
     outputs: list[torch.Tensor],
-    constant: list[torch.Tensor],
-    receivers: Sequence[Sequence[torch.Tensor]],
-) -> tuple[torch.Tensor, ...]:
-    """Build the chain behind these outputs; `receivers[k]` are the tensors whose gradients slice k makes."""
-    link: torch.Tensor | None = None
-    for index in reversed(range(len(receivers))):
-        link = _Link.apply(call, index, link, *receivers[index])
-    result = _Head.apply(call, outputs, constant, link)
-    assert isinstance(result, tuple)
-    return result
+    groups_of_output: Sequence[Sequence[int] | None],
+    handovers: Sequence[Handover],
+    sources: Sequence[Any],
+    shared: Sequence[tuple[str, torch.Tensor]],
+) -> None:
+    """Build the nodes behind the outputs that have groups (None: not differentiable), and give those a history."""
+    links: dict[int, torch.Tensor] = {}
+    first = {handover.group: index for index, handover in reversed(list(enumerate(handovers)))}
+    for index in reversed(range(len(handovers))):
+        handover = handovers[index]
+        # The first link of a group brings along what autograd keeps for us.
+        kept = shared if first[handover.group] == index else ()
+        receivers = [sources[receiver] for receiver in handover.receivers]
+        links[handover.group] = _Link.apply(call, handover, kept, links.get(handover.group), *receivers)
+    for position, groups in enumerate(groups_of_output):
+        if groups is not None:
+            holder = [outputs[position]]
+            # An output whose backward reaches nothing of ours requires grad all the same.
+            behind = [links[group] for group in groups] or [holder[0].new_empty(0).requires_grad_()]
+            outputs[position] = _Head.apply(call, position, holder, *behind)
+            call.add_head(position, outputs[position].grad_fn)

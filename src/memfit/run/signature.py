@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import islice
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from memfit.capture.structure import Skeleton, fingerprint
+from memfit.capture.structure import Skeleton, fingerprint, setting
 from memfit.torch_internals import autocast_state
 
 _ATOMS = frozenset({bool, int, float, str, type(None)})
 _TREE = frozenset({"_parameters", "_buffers", "_modules", "forward", "memfit"})
-# Settings are small; what is longer or deeper is data, and counts by identity and length.
-_MAX_ITEMS = 256
-_MAX_DEPTH = 6
 
 
 def signature(model: nn.Module, inputs: list[torch.Tensor], skeleton: Skeleton) -> Any:
@@ -25,8 +20,7 @@ def signature(model: nn.Module, inputs: list[torch.Tensor], skeleton: Skeleton) 
         tuple(_layout(tensor) for tensor in inputs),
         fingerprint(skeleton),
         autocast_state(device_types(inputs)),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
+        _switches(),
         _module_state(model, set()),
     )
 
@@ -34,6 +28,22 @@ def signature(model: nn.Module, inputs: list[torch.Tensor], skeleton: Skeleton) 
 def device_types(inputs: list[torch.Tensor]) -> tuple[str, ...]:
     """The device types whose autocast matters: the inputs' and the CPU."""
     return tuple(sorted({"cpu", *(tensor.device.type for tensor in inputs)}))
+
+
+def _switches() -> Any:
+    """torch's own settings that choose ops or kernels."""
+    return (
+        torch.is_autocast_cache_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.get_num_threads(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )
 
 
 def _layout(tensor: torch.Tensor) -> Any:
@@ -49,7 +59,7 @@ def _module_state(module: nn.Module, seen: set[int]) -> Any:
     return (
         id(module),
         tuple(
-            (name, value if type(value) in _ATOMS else _setting(value, seen, 0))
+            (name, value if type(value) in _ATOMS else setting(value, seen))
             for name, value in held.items()
             if name not in _TREE and not (isinstance(value, dict) and not value)
         ),
@@ -65,24 +75,3 @@ def _module_state(module: nn.Module, seen: set[int]) -> Any:
             if child is not None
         ),
     )
-
-
-def _setting(value: Any, seen: set[int], depth: int) -> Any:
-    """A hashable form of an attribute: contents of containers and of plain objects, else which object it is."""
-    kind = type(value)
-    if kind in _ATOMS:
-        return value if kind is not float else repr(value)
-    if isinstance(value, torch.Tensor):
-        return None  # its layout is checked where it is read
-    if depth > _MAX_DEPTH or id(value) in seen:
-        return id(value)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return (kind, len(value), tuple(_setting(item, seen, depth + 1) for item in islice(value, _MAX_ITEMS)))
-    if isinstance(value, dict):
-        items = islice(value.items(), _MAX_ITEMS)
-        return (kind, len(value), tuple((_setting(k, seen, 9), _setting(v, seen, depth + 1)) for k, v in items))
-    inside = getattr(value, "__dict__", None)
-    if not inside or isinstance(value, (nn.Module, type, FunctionType, MethodType)) or callable(value):
-        return id(value)
-    seen.add(id(value))  # a config shared by all layers is looked at once
-    return (id(value), tuple((name, _setting(item, seen, depth + 1)) for name, item in inside.items()))
