@@ -962,7 +962,7 @@ SURROUNDINGS = {
     "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True, check_nan=True),
     "saved on cpu": lambda: torch.autograd.graph.save_on_cpu(),
     "saved through hooks": lambda: torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: tensor.detach().numpy().copy(), lambda kept: torch.from_numpy(kept)
+        lambda tensor: tensor.detach().numpy().copy(order="K"), lambda kept: torch.from_numpy(kept)
     ),
     "multithreading off": lambda: torch.autograd.set_multithreading_enabled(False),
     "profiler": lambda: torch.profiler.profile(),

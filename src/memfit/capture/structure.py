@@ -57,32 +57,32 @@ Skeleton = Leaf | Fixed | Branch
 def take_apart(thing: Any) -> tuple[list[torch.Tensor], Skeleton]:
     """The distinct tensors in `thing`, in order, and the skeleton they hang on."""
     tensors: list[torch.Tensor] = []
-    index_of: dict[int, int] = {}
+    return tensors, _take_apart(thing, tensors, {}, 0)
 
-    def visit(item: Any, depth: int) -> Skeleton:
-        if isinstance(item, torch.Tensor):
-            index = index_of.setdefault(id(item), len(tensors))
-            if index == len(tensors):
-                tensors.append(item)
-            return Leaf(index)
-        if isinstance(item, _ATOMS):
-            return Fixed(item)
-        if depth > _MAX_DEPTH:
-            raise CaptureError(
-                f"an argument or output of type {type(item).__name__} is nested more than {_MAX_DEPTH} deep; "
-                "pass its tensors in a flat tuple or dict"
-            )
-        opened = _open(item)
-        if opened is None:
-            return Fixed(item)
-        labels, children, make = opened
-        parts = tuple(visit(child, depth + 1) for child in children)
-        # A plain object without tensors is put back as it is: it may be a config, a tokenizer, anything.
-        if not isinstance(item, (tuple, list, dict)) and all(isinstance(part, Fixed) for part in parts):
-            return Fixed(item)
-        return Branch(type(item), labels, parts, make)
 
-    return tensors, visit(thing, 0)
+def _take_apart(item: Any, tensors: list[torch.Tensor], index_of: dict[int, int], depth: int) -> Skeleton:
+    # Not a closure: one that calls itself is a cycle, and would keep the tensors until the next garbage collection.
+    if isinstance(item, torch.Tensor):
+        index = index_of.setdefault(id(item), len(tensors))
+        if index == len(tensors):
+            tensors.append(item)
+        return Leaf(index)
+    if isinstance(item, _ATOMS):
+        return Fixed(item)
+    if depth > _MAX_DEPTH:
+        raise CaptureError(
+            f"an argument or output of type {type(item).__name__} is nested more than {_MAX_DEPTH} deep; "
+            "pass its tensors in a flat tuple or dict"
+        )
+    opened = _open(item)
+    if opened is None:
+        return Fixed(item)
+    labels, children, make = opened
+    parts = tuple(_take_apart(child, tensors, index_of, depth + 1) for child in children)
+    # A plain object without tensors is put back as it is: it may be a config, a tokenizer, anything.
+    if not isinstance(item, (tuple, list, dict)) and all(isinstance(part, Fixed) for part in parts):
+        return Fixed(item)
+    return Branch(type(item), labels, parts, make)
 
 
 def put_together(skeleton: Skeleton, tensors: list[Any]) -> Any:

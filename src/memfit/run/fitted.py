@@ -14,14 +14,14 @@ from torch import nn
 from memfit.capture.rewrites import rewrite
 from memfit.capture.step import Step
 from memfit.capture.structure import put_together, take_apart
-from memfit.capture.trace import Incoming, capture_call, refuse_layout
+from memfit.capture.trace import Incoming, Layout, capture_call, refuse_layout
 from memfit.errors import MemfitError
 from memfit.plan.ledger import Ledger
 from memfit.plan.options import Options
 from memfit.plan.planner import plan
 from memfit.run.compiled import Compiled
 from memfit.run.signature import device_types, signature
-from memfit.torch_internals import autocast_state, calling_module, is_nested_capture
+from memfit.torch_internals import autocast_state, calling_module, fake_mode, is_nested_capture
 
 log = logging.getLogger("memfit")
 
@@ -157,7 +157,7 @@ class Fitted:
 
 
 def _stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The call's arguments with floating-point tensors replaced by meta ones, so that keeping them keeps no bytes.
+    """The call's arguments with floating-point tensors replaced by fakes, so that keeping them keeps no bytes.
 
     Small integer tensors are copied: the model may branch on their values.
     """
@@ -166,7 +166,8 @@ def _stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]
     for tensor in tensors:
         with torch.no_grad():
             if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > 1 << 20:
-                fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                with fake_mode():
+                    fresh = Layout.of(tensor).fake().detach()
             else:
                 fresh = tensor.detach().clone()
         kept.append(fresh.requires_grad_(tensor.requires_grad))

@@ -138,13 +138,18 @@ class _Link(torch.autograd.Function):
         ctx.handover = handover
         ctx.is_last = link is None
         ctx.shared_names = [name for name, _ in shared]
-        ctx.save_for_backward(*(tensor for _, tensor in shared))
-        return receivers[0].new_empty(0)
+        ctx.was_used = False
+        made = receivers[0].new_empty(0)
+        ctx.save_for_backward(made, *(tensor for _, tensor in shared))
+        return made
 
     @staticmethod
     def backward(ctx: Any, link: torch.Tensor) -> tuple[Any, ...]:
-        if ctx.shared_names and not ctx.call.has_started:  # hooks may have written to parameters since
-            ctx.call.take_shared(ctx.shared_names, ctx.saved_tensors)
+        # Not on every pass: once backward has started, hooks may have written to parameters.
+        if ctx.was_used or (ctx.shared_names and not ctx.call.has_started):
+            _, *saved = ctx.saved_tensors  # raises eager's own error if the graph was used before
+            ctx.call.take_shared(ctx.shared_names, saved)
+        ctx.was_used = True
         return (None, None, None, None if ctx.is_last else link, *ctx.call.hand_over(ctx.handover))
 
 
