@@ -59,7 +59,7 @@ def weighted_sum(output: Any, model: nn.Module | None = None) -> torch.Tensor:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         count = torch.arange(tensor.numel(), dtype=torch.float64).reshape(tensor.shape)
-        terms.append((tensor * torch.sin(count + index).to(tensor.dtype)).sum())
+        terms.append((tensor * torch.cos(count + index + 2).to(tensor.dtype)).sum())
     return functools.reduce(torch.add, terms)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import Apply, assert_same_as_eager, seeded
+from equivalence import Apply, assert_same_as_eager, seeded, weighted_sum
 from torch import nn
 
 
@@ -633,6 +633,114 @@ def in_inference_mode(b: torch.Tensor) -> float | torch.Tensor:
 @check(OPERATORS)
 def test_operators_match(body: Any) -> None:
     run(body)
+
+
+# Formulas of autograd that choose by the data, by the sign of a zero, or by writing into what they made: alone on a
+# leaf, so that nothing is added to their gradient that could hide a bit.
+ALONE: dict[str, Any] = {
+    "maximum of all": lambda p, m: p.max(),
+    "minimum of all": lambda p, m: p.min(),
+    "maximum of all, tied": lambda p, m: torch.cat([p, p]).max(),
+    "median of all": lambda p, m: p.median(),
+    "median of all but nan": lambda p, m: torch.where(m.mask, p, torch.nan).nanmedian(),
+    "maximum of nan": lambda p, m: torch.where(m.mask, p, torch.nan).max(),
+    "maxima of rows": lambda p, m: p.max(1).values,
+    "amax": lambda p, m: p.amax(1),
+    "aminmax": lambda p, m: sum(torch.aminmax(p)),
+    "normalised by its maximum": lambda p, m: p / p.max(),
+    "cumprod": lambda p, m: p.cumprod(1),
+    "cumprod with a zero": lambda p, m: (p * m.mask).cumprod(1),
+    "cummax": lambda p, m: p.cummax(1).values,
+    "filled with a parameter": lambda p, m: torch.zeros(4, 6).masked_fill(m.mask, p[0, 0]),
+    "norm": lambda p, m: p.norm(),
+    "norm of zeros": lambda p, m: (p * 0).norm(),
+    "infinity norm": lambda p, m: torch.linalg.vector_norm(p, float("inf")),
+    "standard deviation": lambda p, m: p.std(),
+    "determinant": lambda p, m: torch.linalg.det(p[:, :4]),
+    "absolute value": lambda p, m: (p * m.mask).abs(),
+    "relu": lambda p, m: F.relu(p),
+    "max pool": lambda p, m: F.max_pool1d(p, 2),
+    "sorted": lambda p, m: p.sort(1).values,
+    "indexed": lambda p, m: p[m.index],
+    "indexed by column": lambda p, m: p[:, m.index],
+    "row": lambda p, m: p[1],
+    "gathered": lambda p, m: p.gather(1, m.index.expand(4, 3)),
+    "diagonal": lambda p, m: p.diagonal(),
+    "unfolded": lambda p, m: p.unfold(1, 3, 2),
+    "as_strided": lambda p, m: p.as_strided((2, 2), (6, 2)),
+    "triangle": lambda p, m: p.triu(1),
+    "embedding": lambda p, m: F.embedding(m.index, p),
+    "rfft": lambda p, m: torch.fft.rfft(p).abs(),
+    "irfft": lambda p, m: torch.fft.irfft(torch.complex(p, p * 2)),
+    "logarithm of softmax": lambda p, m: p.log_softmax(1)[:, 0],
+    "interpolated": lambda p, m: F.interpolate(p[None], scale_factor=2, mode="linear"),
+    "padded": lambda p, m: F.pad(p, (1, -1)),
+    "expanded": lambda p, m: p[:1].expand(3, 6),
+    "itself": lambda p, m: p.view(6, 4),
+    "transposed": lambda p, m: p.t(),
+}
+
+
+@check(ALONE)
+@pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
+def test_operators_alone_on_a_leaf_match_to_the_sign_of_a_zero(body: Any, sign: int) -> None:
+    model = seeded(
+        lambda: Apply(
+            lambda m: body(m.p, m),
+            p=(4, 6),
+            mask=torch.tensor([True, False, True, True, False, False]),
+            index=torch.tensor([3, 0, 2]),
+        )
+    )
+    assert_same_as_eager(model, lambda n: (), other_batch=None, loss=lambda o, m: sign * weighted_sum(o))
+
+
+COMPLEX: dict[str, Any] = {
+    "product": lambda c, m: c * c,
+    "scaled": lambda c, m: c * (0.1 - 0.3j),
+    "quotient": lambda c, m: c / (c[0] + 2),
+    "matrix product": lambda c, m: c @ c.mH,
+    "inverse transform": lambda c, m: torch.fft.irfft(c),
+    "transform": lambda c, m: torch.fft.fft(c),
+    "magnitude": lambda c, m: c.abs() + c.angle(),
+    "conjugate": lambda c, m: c.conj() * 2,
+    "exponential": lambda c, m: torch.exp(c).sum(),
+    "parts": lambda c, m: c.real * c.imag,
+    "as reals": lambda c, m: torch.view_as_real(c) * 2,
+}
+
+
+@check(COMPLEX)
+def test_complex_operators_match(body: Any) -> None:
+    parameter = nn.Parameter(seeded_complex(4, 6))
+    assert_same_as_eager(seeded(lambda: Apply(lambda m: body(m.c, m), c=parameter)), lambda n: (), other_batch=None)
+
+
+def seeded_complex(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+
+
+SCALED: dict[str, Any] = {
+    "group norm and its statistics": lambda h, m: torch.native_group_norm(
+        h.view(-1, 2, 3), None, None, len(h), 2, 3, 1, 0.5
+    ),
+    "scaled by a number": lambda h, m: ((h * 0.04) * 0.08).tanh() * 0.1,
+    "mean": lambda h, m: h.mean(1) * 0.3,
+    "divided by a number": lambda h, m: (h / 7).exp() / 3,
+    "powers": lambda h, m: (h.abs() ** 1.7) * 0.3,
+    "mixture of types": lambda h, m: h * 0.3 + (h.float() * 0.3).to(h.dtype),
+    "softplus chain": lambda h, m: F.softplus(F.gelu(h) * 0.3) * 0.7,
+    "weighted sum": lambda h, m: torch.add(h, h * 2, alpha=0.3).sub(m.b, alpha=0.7),
+    "lerp": lambda h, m: torch.lerp(h, h * 2, 0.3),
+    "addcmul": lambda h, m: torch.addcmul(h, h, h, value=0.3),
+}
+
+
+@check(SCALED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_numbers_meet_low_precision_as_in_eager(body: Any, dtype: torch.dtype) -> None:
+    model = seeded(lambda: Apply(lambda m, x: body(m.l(x), m), l=nn.Linear(6, 6), b=(6,))).to(dtype)
+    assert_same_as_eager(model, lambda n: (torch.randn(n, 6, dtype=dtype, requires_grad=True),))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)

@@ -41,6 +41,7 @@ __all__ = [
     "current_backward_name",
     "current_backward_sequence",
     "fake_mode",
+    "fills_by_a_differentiable_value",
     "has_effect",
     "hook_directly",
     "is_nested_capture",
@@ -135,6 +136,12 @@ def current_backward_name() -> str | None:
     """The name of the autograd node that is running its backward now, if one is."""
     node = torch._C._current_autograd_node()
     return None if node is None else str(node.name())
+
+
+def fills_by_a_differentiable_value() -> bool:
+    """True in the backward of masked_fill whose value, a tensor, requires grad: real tensors go another way there."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == "MaskedFillBackward1" and node.next_functions[1][0] is not None
 
 
 def backward_keeps_graph() -> bool:

@@ -26,6 +26,7 @@ from memfit.torch_internals import (
     TorchDispatchMode,
     current_backward_name,
     current_backward_sequence,
+    fills_by_a_differentiable_value,
     is_random,
     next_forward_sequence,
     normalised,
@@ -39,7 +40,17 @@ _HERE = os.path.dirname(__file__) + os.sep
 _OURS = (_HERE, os.path.join(os.path.dirname(os.path.dirname(__file__)), "run") + os.sep)
 _LITERALS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 # Autograd nodes whose formula depends on the data where tensors are real, and does not where they are fake.
-_LOOKS_AT_DATA = frozenset({"ProdBackward0", "ProdBackward1"})
+_LOOKS_AT_DATA = frozenset(
+    {
+        "ProdBackward0",
+        "ProdBackward1",
+        "CumprodBackward0",
+        "MaxBackward1",  # of all elements at once; along a dimension is another node
+        "MinBackward1",
+        "MedianBackward0",
+        "NanmedianBackward0",
+    }
+)
 _LIFT = "aten.lift_fresh.default"
 
 
@@ -237,11 +248,11 @@ class Recorder(TorchDispatchMode):
             self._op_of_sequence.setdefault(next_forward_sequence() - 1, len(self.ops))
             return (self.path[-1] if self.path else ""), self._source()
         name = current_backward_name()
-        if name in _LOOKS_AT_DATA:
+        if name in _LOOKS_AT_DATA or fills_by_a_differentiable_value():
             raise CaptureError(
                 f"{self.where_in_backward()}: the gradient of this op ({name}) takes another path in eager, one that "
-                "looks at the data, so it could not be equal bit for bit. Write it with other ops (prod as exp of a "
-                "sum of logs, for instance), or fit the parts of the model around it"
+                "looks at the data, so it could not be equal bit for bit. Write it with other ops (amax for max, prod "
+                "as exp of a sum of logs, for instance), or fit the parts of the model around it"
             )
         return self._forward_place()
 
