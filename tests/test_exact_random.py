@@ -163,7 +163,7 @@ def a_line(*, here: bool = False) -> st.SearchStrategy[Line]:
 
 
 quick = settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -352,25 +352,19 @@ def test_gradients_own_no_more_bytes_than_eagers(build: Any, inputs: Any, loss: 
     assert not larger
 
 
-def test_no_two_gradients_share_memory() -> None:
-    for build, inputs, loss in CASES.values():
-        _, model = arms(build)
-        args, kwargs = make_call(inputs, 3, seed=0)
-        loss(model(*args, **kwargs), model).backward()
-        places = [p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None]
-        assert len(places) == len(set(places))
-
-
-def test_a_gradient_handed_over_is_not_written_again() -> None:
-    """Values seen by the post-accumulate hook must still be there after backward."""
-    for build, inputs, loss in CASES.values():
-        _, model = arms(build)
-        seen: dict[nn.Parameter, Any] = {}
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.update({p: bits(p.grad)}))
-        args, kwargs = make_call(inputs, 3, seed=0)
-        loss(model(*args, **kwargs), model).backward()
-        assert all(bits(p.grad) == value for p, value in seen.items())
+@each_case
+def test_gradients_share_no_memory_and_are_not_written_after_they_were_handed_over(
+    build: Any, inputs: Any, loss: Any
+) -> None:
+    _, model = arms(build)
+    seen: dict[nn.Parameter, Any] = {}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.update({p: bits(p.grad)}))
+    args, kwargs = make_call(inputs, 3, seed=0)
+    loss(model(*args, **kwargs), model).backward()
+    assert seen and all(bits(p.grad) == value for p, value in seen.items())
+    places = [p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None]
+    assert len(places) == len(set(places))
 
 
 def test_the_parameters_gradient_does_not_alias_the_gradient_given_to_backward() -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from memfit.capture.bystanders import held_objects, unchanged
 from memfit.capture.effects import effects_refused
 from memfit.capture.escapes import Made, refuse_escaped
+from memfit.capture.explain import explained
 from memfit.capture.gradients import GradientParts
 from memfit.capture.libraries import tracing_hidden
 from memfit.capture.recorder import Recorder
@@ -27,14 +28,10 @@ from memfit.capture.shadow import Guard, Shadows
 from memfit.capture.step import Gradient, Half, Origin, Step
 from memfit.capture.structure import Skeleton, put_together, take_apart
 from memfit.capture.twin import Slot, changed_attributes, make_twin, refuse_modules, slots_of, snapshot
-from memfit.errors import BadOption, CaptureError, MemfitError
+from memfit.errors import BadOption, CaptureError
 from memfit.torch_internals import (
     AUTOCAST_DEVICES,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensor,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
     fake_mode,
     no_autocast,
     saved_tensors_hooks_removed,
@@ -187,7 +184,7 @@ def _capture_call(
         blueprint = make_twin(model, fakes)
         twin = make_twin(model, fakes, lambda path, forward, *a, **k: _enter(recorder, path, forward, a, k))
         before = snapshot(twin)
-        with mode, recorder, _explained(recorder, twin), _autograd_plain():
+        with mode, recorder, explained(recorder, twin), _autograd_plain():
             with _autocast(autocast):
                 call_args, call_kwargs, call_targets = put_together(skeleton, given)
                 # The root's own hooks run around our forward, not in it.
@@ -476,53 +473,3 @@ def _autocast(state: Autocast) -> Iterator[None]:
             cached = torch.is_autocast_cache_enabled()
             stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached))
         yield
-
-
-@contextlib.contextmanager
-def _explained(recorder: Recorder, twin: nn.Module) -> Iterator[None]:
-    """Turn torch's reasons for not tracing into ours, with the place."""
-    try:
-        yield
-    except MemfitError:
-        raise
-    except DataDependentOutputException as error:
-        raise CaptureError(
-            f"{_place(recorder, error)} asks for the value of a tensor ({error.func}): an .item(), an if or a "
-            "loop that depends on data. Use tensor ops (torch.where), or compute it outside the model and pass it in"
-            + _hint(recorder, twin)
-        ) from error
-    except DynamicOutputShapeException as error:
-        raise CaptureError(
-            f"{_place(recorder, error)} makes a tensor whose shape depends on data ({error.func}). "
-            "Use a mask of fixed shape, or do it outside the model"
-        ) from error
-    except (UnsupportedFakeTensorException, UnsupportedOperatorException) as error:
-        raise CaptureError(f"{_place(recorder, error)} cannot be run on fake tensors: {error}") from error
-    except (RuntimeError, NotImplementedError) as error:
-        text = str(error)
-        if recorder.half is Half.BACKWARD:
-            hint = ""
-            if "use_reentrant" in text:
-                hint = ". Turn checkpointing off in the model (memfit recomputes instead), or use use_reentrant=False"
-            raise CaptureError(f"{recorder.where_in_backward()}: eager's backward pass fails: {text}{hint}") from error
-        if any(sign in text for sign in _SIGNS_OF_FAKES):
-            raise CaptureError(f"{_place(recorder, error)} cannot be run on fake tensors: {text}") from error
-        raise
-
-
-def _hint(recorder: Recorder, twin: nn.Module) -> str:
-    """What is known about modules that ask for values."""
-    module = twin.get_submodule(recorder.path[-1]) if recorder.path else twin
-    if getattr(module, "num_batches_tracked", None) is not None and getattr(module, "momentum", 0.1) is None:
-        return ". Batch norm with momentum=None reads its count of batches: give it a momentum"
-    return ""
-
-
-_SIGNS_OF_FAKES = ("FakeTensor", "fake", "data pointer", "data is not allocated", "tensor subclasses", "TorchScript")
-
-
-def _place(recorder: Recorder, error: BaseException) -> str:
-    """Module path and the innermost line of the model's own source in the error's traceback."""
-    line = recorder.line_of(error)
-    path = recorder.path[-1] if recorder.path else ""
-    return f"module '{path or '(root)'}'" + (f" at {line}" if line else "")
