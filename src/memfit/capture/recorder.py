@@ -208,7 +208,9 @@ class Recorder(TorchDispatchMode):
         named = normalised(target, recorded_args, recorded_kwargs)
         writes = tuple(
             dict.fromkeys(
-                self.values[value].storage for name in written_arguments(target) for value in refs_in(named.get(name))
+                self.values[value].storage
+                for name in sorted(written_arguments(target))
+                for value in refs_in(named.get(name))
             )
         )
         if self.half is Half.BACKWARD and is_random(target):
