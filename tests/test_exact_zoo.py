@@ -31,11 +31,16 @@ SMALL: dict[str, tuple[dict[str, Any], int, int | None]] = {
 }
 
 
+def small_sizes(name: str) -> dict[str, Any]:
+    """Image side and number of classes that inputs and targets are made for."""
+    options, _, image = SMALL[name]
+    return {"image": image or zoo.spec(name).minimum, "num_classes": options.get("vocab_size")}
+
+
 def small(name: str) -> tuple[torch.nn.Module, Any, Any]:
     """The network, its inputs as a function of the batch, and its loss."""
-    options, _, image = SMALL[name]
-    image = image or zoo.spec(name).minimum
-    sizes = {"image": image, "num_classes": options.get("vocab_size")}
+    options = SMALL[name][0]
+    sizes = small_sizes(name)
 
     def inputs(n: int) -> tuple[torch.Tensor, ...]:
         seed = int(torch.randint(0, 1000, ()))

@@ -547,7 +547,7 @@ SIZES = {
 
 @pytest.mark.parametrize("budget", SIZES, ids=repr)
 def test_budgets_are_understood(budget: Any) -> None:
-    assert memfit.fit(net(), budget=budget).memfit.options.budget_bytes == SIZES[budget]
+    assert memfit.fit(net(), budget=budget).memfit.options.budget.num_bytes == SIZES[budget]
 
 
 @pytest.mark.parametrize("budget", ["", "six", "6 giraffes", "-1", -1, 0, "0GB", 1.5, True, [], "1e9", "GB"], ids=repr)

@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import nn
 
+from memfit import resident
 from memfit.errors import DoesNotFit
+from memfit.plan.budget import Budget
 from memfit.plan.ledger import Ledger
 from memfit.plan.options import Options
-from memfit.report import measure, resident
+from memfit.report import measure
 from memfit.report.comparison import compare_network
 from memfit.report.measure import Times, measure_peak, measure_times
-from memfit.report.resident import CannotMeasure
 from memfit.report.verify import both_arms
+from memfit.resident import CannotMeasure
 
 MIB = 2**20
 
@@ -97,7 +99,7 @@ def test_gradients_count_in_the_first_micro_batch(folder: Path, monkeypatch: pyt
 def test_errors_come_back_from_the_other_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     with pytest.raises(DoesNotFit, match="the budget is 1,000"):
-        measure_peak("measured_networks:outer", options=Options(budget_bytes=1000))
+        measure_peak("measured_networks:outer", options=Options(budget=Budget(1000)))
 
 
 def _ended(monkeypatch: pytest.MonkeyPatch, code: int, stderr: str = "") -> None:

@@ -8,7 +8,8 @@ from typing import TypeVar
 from torch import nn
 
 from memfit.errors import BadOption
-from memfit.plan.options import Options, parse_bytes
+from memfit.plan.budget import Budget
+from memfit.plan.options import Options
 from memfit.run.fitted import Fitted
 
 M = TypeVar("M", bound=nn.Module)
@@ -21,6 +22,7 @@ def fit(
     policy: str = "keep",
     without: Iterable[str] = (),
     max_captures: int = 8,
+    debug: bool = False,
 ) -> M:
     """Make `model` train through memfit's own program, in place, and return it.
 
@@ -29,10 +31,14 @@ def fit(
 
     Args:
         model: any nn.Module.
-        budget: the most bytes the step may need, all included: an int, or "6GiB". None: no limit.
+        budget: the most bytes the step may need, all included: an int, or "6GiB"; or "60%" of what the keep plan's
+            activations need, on top of what no plan can change. None: no limit. With a budget, the ops of the step are
+            measured at its first capture (workspaces count); what is measured is kept on disk.
         policy: what to do with the tensors the backward pass needs. "keep" holds them all.
         without: names of rewrites to leave out, for diagnosis (see memfit.REWRITES).
         max_captures: how many kinds of arguments to keep captured.
+        debug: prove every program legal before it runs, and hold the bytes that are really alive against the ledger
+            at every instruction of every step. Slow.
 
     Example:
         >>> model = memfit.fit(torch.nn.Linear(4, 2))
@@ -43,7 +49,7 @@ def fit(
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         wrapper = type(model).__name__
         raise BadOption(f"fit() takes the module inside {wrapper}: write {wrapper}(memfit.fit(model))")
-    options = Options(parse_bytes(budget), policy, frozenset(without), max_captures)
+    options = Options(Budget.of(budget), policy, frozenset(without), max_captures, debug)
     if "memfit" in model.__dict__:
         unfit(model)
     elif hasattr(model, "memfit"):

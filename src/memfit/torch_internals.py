@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "OpOverload",
+    "StorageWatch",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
@@ -114,6 +116,19 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+class StorageWatch:
+    """Tells whether a storage is still alive, without keeping it so."""
+
+    def __init__(self, tensor: torch.Tensor, num_bytes: int | None = None) -> None:
+        storage = tensor.untyped_storage()
+        self.num_bytes = storage.nbytes() if num_bytes is None else num_bytes
+        self._reference = StorageWeakRef(storage)
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._reference.expired()
+
+
 def next_forward_sequence() -> int:
     """The number autograd will give to the next node; the op now being dispatched belongs to the one before."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
@@ -156,9 +171,10 @@ def calling_module() -> torch.nn.Module | None:
 
 
 def is_nested_capture() -> bool:
-    """True where tensors are not real: under a fake mode, a compiler, a function transform or a tracer."""
+    """True where tensors are not real or not alone: under a fake mode, a compiler, a tracer, forward derivatives."""
     return (
         torch.compiler.is_compiling()
+        or torch.autograd.forward_ad._current_level >= 0
         or torch._C._functorch.maybe_current_level() is not None
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

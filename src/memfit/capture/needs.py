@@ -93,6 +93,8 @@ def gate_of(op: str, operand: str, arguments: Arguments) -> Gate | None:
 
 
 def _row_of(op: str, operand: str, arguments: Arguments) -> Row | None:
+    # The form that writes into a given tensor is the same kernel.
+    op = op.removesuffix(".grad_input") + ".default" if op.endswith(".grad_input") else op
     for row in _BY_OPERAND.get((op, operand), ()):
         if row.when is None or row.when(arguments):
             return row

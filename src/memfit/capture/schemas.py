@@ -21,11 +21,15 @@ def named_operands(op: Op) -> dict[str, Any]:
 
 def visible_needs(op: Op, values: tuple[Value, ...]) -> dict[str, Need]:
     """What the op needs of each argument; some rows of the table ask for dtypes and strides."""
+    return needs_of(op.target, visible_arguments(op, values))
+
+
+def visible_arguments(op: Op, values: tuple[Value, ...]) -> dict[str, Any]:
+    """The op's arguments by name, tensors as the table of needs may look at them."""
     from memfit.capture.step import Ref
 
     named = named_operands(op)
-    shown = {name: _Seen(values[arg.value]) if isinstance(arg, Ref) else arg for name, arg in named.items()}
-    return needs_of(op.target, shown)
+    return {name: _Seen(values[arg.value]) if isinstance(arg, Ref) else arg for name, arg in named.items()}
 
 
 class _Seen:

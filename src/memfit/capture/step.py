@@ -302,8 +302,9 @@ class Step:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of everything that decides what the step computes: ops, operands, layouts."""
-        text = json.dumps(self.to_dict(), sort_keys=True, default=str)
+        """A hash of everything that decides what the step computes: ops, operands, layouts; not its name."""
+        content = {key: part for key, part in self.to_dict().items() if key != "name"}
+        text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:

@@ -109,30 +109,35 @@ def fingerprint(skeleton: Skeleton) -> Any:
     return (skeleton.type, skeleton.labels, tuple(fingerprint(part) for part in skeleton.parts))
 
 
-def setting(value: Any, seen: set[int], depth: int = 0) -> Any:
+def setting(value: Any, seen: set[int], depth: int = 0, *, in_object: bool = False) -> Any:
     """A hashable form of a setting: contents of containers and of plain objects, else which object it is.
 
+    A tensor inside a plain object is a constant of the capture: another tensor there is another setting.
     `seen` holds the objects looked at already: a config shared by all layers is read once.
     """
     kind = type(value)
     if kind in _SIMPLE:
         return (kind, repr(value)) if kind is float else (kind, value)
     if isinstance(value, torch.Tensor):
-        return None  # its layout is checked where it is read
+        return id(value) if in_object else None  # its layout is checked where it is read
     if kind is tuple and all(type(item) is int for item in value):
         return value  # the usual case, and this runs on every call
     if depth > _MAX_SETTING_DEPTH or id(value) in seen:
         return id(value)
+
+    def inner(item: Any) -> Any:
+        return setting(item, seen, depth + 1, in_object=in_object)
+
     if isinstance(value, (list, tuple, set, frozenset)):
-        return (kind, len(value), tuple(setting(item, seen, depth + 1) for item in islice(value, _MAX_SETTING_ITEMS)))
+        return (kind, len(value), tuple(inner(item) for item in islice(value, _MAX_SETTING_ITEMS)))
     if isinstance(value, dict):
         items = islice(value.items(), _MAX_SETTING_ITEMS)
-        return (kind, len(value), tuple((setting(k, seen, 9), setting(v, seen, depth + 1)) for k, v in items))
+        return (kind, len(value), tuple((setting(k, seen, 9), inner(v)) for k, v in items))
     inside = getattr(value, "__dict__", None)
     if not inside or isinstance(value, _NEVER_OPENED) or callable(value):
         return id(value)
     seen.add(id(value))
-    return (id(value), tuple((name, setting(item, seen, depth + 1)) for name, item in inside.items()))
+    return (id(value), tuple((name, setting(v, seen, depth + 1, in_object=True)) for name, v in inside.items()))
 
 
 def _open(item: Any) -> tuple[tuple[Any, ...], list[Any], Callable[[list[Any]], Any]] | None:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import time
+from collections.abc import Iterable
 from typing import Any
 
-from memfit import zoo
-from memfit.capture.rewrites import rewrite
-from memfit.capture.rewrites.proof import AssumedProofs
 from memfit.capture.step import Kind, Origin, Step, Storage
-from memfit.capture.trace import capture
 from memfit.cli.options import add_network, positive
 from memfit.cli.screen import Screen, mebibytes, seconds
+from memfit.cli.target import Target
 from memfit.plan.ledger import Ledger
-from memfit.plan.options import Options
-from memfit.plan.planner import plan
-from memfit.report.resident import peak_bytes
-from memfit.report.step_module import loss_of
+from memfit.plan.lower import lower_keep
+from memfit.resident import peak_bytes
 
 _NUM_LARGEST = 8
 
@@ -34,26 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Capture on the meta device: nothing of the network's size is allocated, whatever its batch."""
     screen.progress(f"capturing {arguments.network}")
-    example = zoo.load(arguments.network, batch=arguments.batch, image=arguments.image, device="meta")
-    if not example.model.training:
-        example.model.train()
-    start_s = time.perf_counter()
-    step = capture(
-        example.model,
-        example.args,
-        example.kwargs,
-        loss=None if arguments.no_loss else lambda output, *targets: loss_of(output, example.loss, targets),
-        targets=() if arguments.no_loss else example.targets,
+    target = Target.capture(
+        arguments.network,
+        batch=arguments.batch,
+        image=arguments.image,
         device=arguments.device,
-        name=arguments.network,
+        with_loss=not arguments.no_loss,
     )
-    capture_s = time.perf_counter() - start_s
+    step = target.step
     screen.progress("planning")
-    ledger = Ledger.of(plan(rewrite(step, proofs=AssumedProofs()), Options()))
+    ledger = Ledger.of(lower_keep(target.rewritten))
     screen.done()
 
     table = None if arguments.table is None else step.table(max_rows=arguments.table or None)
-    found = _summary(step, ledger) | {"capture_s": capture_s, "rss_bytes": peak_bytes()}
+    found = _summary(step, ledger) | {"capture_s": target.capture_s, "rss_bytes": peak_bytes()}
     if screen.json:
         screen.object(found if table is None else found | {"table": table})
         return 0
@@ -68,7 +57,7 @@ def _summary(step: Step, ledger: Ledger) -> dict[str, Any]:
     """The step in numbers, as captured; the ledger is that of the keep policy, with all rewrites."""
     inputs = {step.values[s.value].storage for s in step.sources if s.origin is Origin.INPUT}
     saved = [s for s in step.storages if s.kind is Kind.SAVED and s.first_backward is not None]
-    largest = sorted(saved, key=lambda s: (-s.bytes, s.id))[:_NUM_LARGEST]
+    largest = largest_first(saved)[:_NUM_LARGEST]
     return {
         "network": step.name,
         "ops": len(step.ops),
@@ -82,12 +71,16 @@ def _summary(step: Step, ledger: Ledger) -> dict[str, Any]:
         "input_bytes": sum(step.storage_bytes[storage] for storage in inputs),
         "ledger_peak_bytes": ledger.peak_bytes,
         "ledger_growth_bytes": ledger.growth_bytes,
-        "largest_saved": [_described(step, storage) for storage in largest],
+        "largest_saved": [described(step, storage) for storage in largest],
         "digest": step.digest,
     }
 
 
-def _described(step: Step, storage: Storage) -> dict[str, Any]:
+def largest_first(storages: Iterable[Storage]) -> list[Storage]:
+    return sorted(storages, key=lambda s: (-s.bytes, s.id))
+
+
+def described(step: Step, storage: Storage) -> dict[str, Any]:
     """A storage by the op that made it."""
     value = step.values[storage.values[0]]
     found: dict[str, Any] = {"bytes": storage.bytes, "value": value.describe(), "op": "", "module": "", "source": ""}

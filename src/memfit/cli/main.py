@@ -14,13 +14,16 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from memfit.cli import capture, demo, run, verify, zoo
+from memfit.cli import capture, compare, demo, devices, plan, run, verify, zoo
 from memfit.cli.screen import Screen
 from memfit.errors import DoesNotFit, MemfitError
 
 _COMMANDS = {
     "zoo": (zoo, "list the networks known by name"),
+    "devices": (devices, "list the devices to plan for, with the source of every figure"),
     "capture": (capture, "show what a training step does and holds, without running it"),
+    "plan": (plan, "plan a training step for a device and a budget, without running it"),
+    "compare": (compare, "plan a training step by every policy, side by side"),
     "verify": (verify, "compare fitted training steps with eager's, bit for bit"),
     "run": (run, "train both ways; measure exactness, peak and time"),
     "demo": (demo, "train one network both ways, in about a minute"),
@@ -71,7 +74,7 @@ def _run(argv: list[str], screen: Screen) -> int:
         return exit.code if isinstance(exit.code, int) else _OK
     except MemfitError as error:
         _report(error, screen)
-        print(f"memfit: error: {' '.join(str(error).split())}", file=sys.stderr)
+        screen.error(str(error))
         return _DOES_NOT_FIT if isinstance(error, DoesNotFit) else _ERROR
     except Exception as error:
         # Not ours: the user's network, or a bug. Either needs the whole story.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 from collections.abc import Iterator
 
 import torch
 
-from memfit.plan.options import Options, parse_bytes
+from memfit.cost.roofline import WORKSPACES
+from memfit.plan.budget import OPTIMIZERS, Budget
+from memfit.plan.options import Options
 
 
 def add_network(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +22,22 @@ def add_network(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help="the most bytes the step may need, such as 6GiB; or such as 60%%: that share of what the keep plan's "
+        "activations need, on top of what no plan can change",
+    )
+
+
 def add_fitting(parser: argparse.ArgumentParser, *, steps: int) -> None:
     parser.add_argument("--policy", default="keep", help="what to do with saved tensors (default: %(default)s)")
-    parser.add_argument("--budget", metavar="SIZE", help="the most bytes the step may need, such as 6GiB")
+    parser.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help="the most bytes the step may need, such as 6GiB, or 60%% of the keep plan's activations",
+    )
     parser.add_argument(
         "--without", action="extend", nargs="+", default=[], metavar="NAME", help="rewrites to leave out, for diagnosis"
     )
@@ -30,9 +46,39 @@ def add_fitting(parser: argparse.ArgumentParser, *, steps: int) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and dropout (default: %(default)s)")
 
 
+def add_planning(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        default="here",
+        metavar="NAME",
+        help="whose costs to plan with: a name of `memfit devices`, a TOML file, fields such as "
+        "memory=24GiB,flops=35e12,bandwidth=900GB/s,link=25GB/s, or this machine, measured (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=tuple(OPTIMIZERS),
+        default="none",
+        help="whose state is on the device too; sgd is with momentum (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--workspace",
+        choices=WORKSPACES,
+        help="which algorithm convolutions use, on devices of the catalogue: the fastest, or one without workspace "
+        "(default: fastest)",
+    )
+    parser.add_argument(
+        "--cap",
+        type=duration,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long to measure; what is left is estimated (default: %(default)g)",
+    )
+    parser.add_argument("--threads", type=positive, metavar="N", help="threads of torch (default: torch's own choice)")
+
+
 def fit_options(arguments: argparse.Namespace) -> Options:
     """The options of fit(), checked before anything is built."""
-    return Options(parse_bytes(arguments.budget), arguments.policy, frozenset(arguments.without))
+    return Options(Budget.of(arguments.budget), arguments.policy, frozenset(arguments.without))
 
 
 @contextlib.contextmanager
@@ -57,3 +103,14 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
     return number
+
+
+def duration(text: str) -> float:
+    """Seconds from 0 up."""
+    try:
+        duration_s = float(text)
+    except ValueError:
+        duration_s = -1.0
+    if not 0 <= duration_s < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 up")
+    return duration_s

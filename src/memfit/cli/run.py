@@ -12,6 +12,9 @@ from memfit.report.comparison import Comparison, compare_network
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_network(parser)
     add_fitting(parser, steps=5)
+    parser.add_argument(
+        "--predict", action="store_true", help="also measure every op alone, and show what the simulator predicts"
+    )
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
@@ -25,6 +28,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
             steps=arguments.steps,
             seed=arguments.seed,
             options=options,
+            predict=arguments.predict,
             progress=screen.progress,
         )
     screen.done()
@@ -67,6 +71,17 @@ def print_comparison(found: Comparison, screen: Screen) -> None:
             ("  as the ledger has it", "", mebibytes(found.ledger_growth_bytes), ""),
             ("time", seconds(found.eager_step_s), seconds(found.step_s), f"{found.time_ratio:.3f}"),
             ("capture, once", "", seconds(found.capture_s), ""),
+            *_predictions(found),
         ],
         right=("eager", "memfit", "ratio"),
     )
+
+
+def _predictions(found: Comparison) -> list[tuple[str, str, str, str]]:
+    """Rows for what was predicted, each with its ratio to what was measured."""
+    if found.predicted_peak_bytes is None or found.predicted_step_s is None:
+        return []
+    return [
+        ("predicted peak", "", mebibytes(found.predicted_peak_bytes), f"{found.predicted_peak_ratio:.3f}"),
+        ("predicted time", "", seconds(found.predicted_step_s), f"{found.predicted_time_ratio:.3f}"),
+    ]

@@ -52,6 +52,10 @@ class Screen:
         for row in rows:
             self.line(aligned(row))
 
+    def error(self, text: str) -> None:
+        """Say on stderr, in one line, what went wrong."""
+        print(f"memfit: error: {' '.join(text.split())}", file=sys.stderr)
+
     def progress(self, text: str) -> None:
         """Show what is being done, on a terminal only."""
         if self._shows_progress:

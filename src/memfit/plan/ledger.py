@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from memfit.capture.step import Kind, Origin
-from memfit.plan.program import Boundary, Free, Give, Instruction, Program, Run
+from memfit.capture.step import Kind
+from memfit.plan.program import Boundary, FetchStart, Free, Instruction, Program, Run, SendWait
+from memfit.plan.rerun import tangent_storages
 
-_ORDER = (Kind.PARAMETER, Kind.INPUT, Kind.GRADIENT, Kind.SAVED, Kind.TRANSIENT)
+KINDS = (Kind.PARAMETER, Kind.INPUT, Kind.GRADIENT, Kind.SAVED, Kind.TRANSIENT)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """Bytes that are live while one instruction runs."""
 
     instruction: Instruction
     bytes: tuple[int, ...]  # in the order of Ledger.kinds
+    workspace_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return sum(self.bytes)
+        return sum(self.bytes) + self.workspace_bytes
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The account of a Program: what is live when, and where the peak is."""
+    """The account of a Program: what is live when, and where the peak is.
+
+    Workspaces are those of the costs it was made with; without costs it counts tensors only.
+    """
 
     program: Program
     entries: tuple[Entry, ...]
 
-    kinds = _ORDER
+    kinds = KINDS
 
     @classmethod
-    def of(cls, program: Program) -> Ledger:
-        return cls(program, tuple(_entries(program)))
+    def of(cls, program: Program, workspace_bytes: Sequence[int] | None = None) -> Ledger:
+        return cls(program, tuple(_entries(program, workspace_bytes)))
 
     @cached_property
     def peak(self) -> Entry:
@@ -51,8 +56,13 @@ class Ledger:
     def base_bytes(self) -> int:
         """Bytes that are there before the step: parameters, buffers, inputs."""
         step = self.program.step
-        tangents = {step.values[s.value].storage for s in step.sources if s.origin is Origin.TANGENT}
+        tangents = tangent_storages(step)
         return sum(s.bytes for s in step.storages if s.kind in (Kind.PARAMETER, Kind.INPUT) and s.id not in tangents)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that no plan can change: what is there before the step, and all gradients."""
+        return self.base_bytes + self.program.step.gradient_bytes
 
     @property
     def growth_bytes(self) -> int:
@@ -62,26 +72,27 @@ class Ledger:
     @cached_property
     def activation_bytes(self) -> int:
         """The same without the bytes of gradients: what a plan can change."""
-        skip = _ORDER.index(Kind.GRADIENT)
+        skip = KINDS.index(Kind.GRADIENT)
         return max(e.total_bytes - e.bytes[skip] for e in self.entries) - self.base_bytes
 
     def describe_peak(self) -> str:
         """One line: where the peak is and what it is made of."""
         step = self.program.step
-        parts = ", ".join(
-            f"{kind.value} {size / 2**20:.1f}" for kind, size in zip(_ORDER, self.peak.bytes, strict=True)
-        )
+        parts = [f"{kind.value} {size / 2**20:.1f}" for kind, size in zip(KINDS, self.peak.bytes, strict=True)]
+        if self.peak.workspace_bytes:
+            parts.append(f"workspace {self.peak.workspace_bytes / 2**20:.1f}")
         where = ""
         if isinstance(self.peak.instruction, Run):
             op = step.ops[self.peak.instruction.op]
-            where = f" at {op.target} ({op.half.value}) in module '{op.path or '(root)'}'"
-        return f"{self.peak_bytes / 2**20:.1f} MiB{where}: {parts} MiB"
+            half = "recomputed" if self.peak.instruction.again else op.half.value
+            where = f" at {op.target} ({half}) in module '{op.path or '(root)'}'"
+        return f"{self.peak_bytes / 2**20:.1f} MiB{where}: {', '.join(parts)} MiB"
 
 
-def _entries(program: Program) -> Iterator[Entry]:
+def _entries(program: Program, workspace_bytes: Sequence[int] | None) -> Iterator[Entry]:
     step = program.step
-    live = dict.fromkeys(_ORDER, 0)
-    tangents = {step.values[s.value].storage for s in step.sources if s.origin is Origin.TANGENT}
+    live = dict.fromkeys(KINDS, 0)
+    tangents = tangent_storages(step)
     present: set[int] = set()
 
     def arrive(storage: int) -> None:
@@ -89,20 +100,36 @@ def _entries(program: Program) -> Iterator[Entry]:
             present.add(storage)
             live[step.storage[storage].kind] += step.storage[storage].bytes
 
+    def leave(storage: int) -> None:
+        present.discard(storage)
+        live[step.storage[storage].kind] -= step.storage[storage].bytes
+
     for known in step.storages:
         if known.kind in (Kind.PARAMETER, Kind.INPUT) and known.id not in tangents:
             arrive(known.id)
     for instruction in program.instructions:
+        workspace = 0
+        discarded: list[int] = []
         match instruction:
-            case Run(index):
-                for value in step.ops[index].made:
-                    arrive(step.values[value].storage)
+            case Run(index, again):
+                made = dict.fromkeys(step.values[value].storage for value in step.ops[index].made)
+                if again:
+                    # A re-run makes everything anew; copies of what is here already go with the call.
+                    discarded = [s for s in made if s in present and step.storage[s].maker == index]
+                for storage in made:
+                    arrive(storage)
+                workspace = workspace_bytes[index] if workspace_bytes is not None else 0
             case Boundary():
                 for tangent in sorted(tangents):
                     arrive(tangent)
-            case Free(storage):
-                present.discard(storage)
-                live[step.storage[storage].kind] -= step.storage[storage].bytes
-            case Give():
+            case Free(storage) | SendWait(storage):
+                leave(storage)
+            case FetchStart(storage):
+                arrive(storage)
+            case _:
                 pass
-        yield Entry(instruction, tuple(live[kind] for kind in _ORDER))
+        for storage in discarded:
+            live[step.storage[storage].kind] += step.storage[storage].bytes
+        yield Entry(instruction, tuple(live[kind] for kind in KINDS), workspace)
+        for storage in discarded:
+            live[step.storage[storage].kind] -= step.storage[storage].bytes

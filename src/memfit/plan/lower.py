@@ -1,59 +1,328 @@
-"""Turn a Step into a Program: where each storage is freed and each gradient handed over."""
+"""Turn decisions into a Program: where each op runs again, each storage goes and comes back, each gradient is given.
+
+Three passes, each a plain walk, because the native evaluator does the same in C (native/evaluate.c), instruction for
+instruction:
+
+1. `_recompute`: walk the backward ops; in front of one whose operand was dropped, re-run what makes it, and before
+   that what makes its operands, in forward order.
+2. `_Lives`: the bytes at every op, when each storage is used for the last time in each of its lives, and when
+   gradients can be given.
+3. `_Emitter`: write the instructions out. A send starts after the last forward use, and its bytes are released at the
+   first op after its end, or before that if an op would not fit otherwise. Fetches are planned as sends in reversed
+   time: each starts as late as it can and still be there for its first use, or later if it would not fit.
+"""
 
 from __future__ import annotations
 
-from memfit.capture.step import Origin, Step
-from memfit.plan.program import Boundary, Free, Give, Instruction, Program, Run
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from memfit.capture.step import Step
+from memfit.cost.costs import Costs, free_of_charge
+from memfit.plan.decisions import Decisions
+from memfit.plan.encode import encode_step
+from memfit.plan.problem import AWAY, DROP, Problem
+from memfit.plan.program import (
+    Boundary,
+    FetchStart,
+    FetchWait,
+    Free,
+    Give,
+    Instruction,
+    Program,
+    Run,
+    SendStart,
+    SendWait,
+)
+
+_NO_LIMIT = 1 << 62
+
+
+def lower(step: Step, decisions: Decisions, costs: Costs, *, budget_bytes: int | None = None) -> Program:
+    """The Program that carries out the decisions: every op in the step's order, everything else where it costs least.
+
+    The budget decides where compute waits for transfers to end; a Program that cannot be within it is made all the
+    same, and its peak says so.
+    """
+    encoded = encode_step(step, decisions)
+    problem = Problem.of(encoded.step, costs)
+    return lower_states(problem, problem.states(encoded.decisions), budget_bytes=budget_bytes)
 
 
 def lower_keep(step: Step) -> Program:
     """Run every op once, in order; free every storage right after its last use; hand gradients over when eager does."""
-    last_touch: dict[int, int] = {}
-    last_write: dict[int, int] = {}
-    for index, op in enumerate(step.ops):
-        for value in (*op.reads(), *op.made):
-            last_touch[step.values[value].storage] = index
-        last_write.update(dict.fromkeys(op.writes, index))
-    tangents = {step.values[s.value].storage for s in step.sources if s.origin is Origin.TANGENT}
-    gives: dict[int, list[int]] = {}
-    given: dict[int, int] = {}
-    earliest = step.num_forward
-    last_part = {gradient.of: index for index, gradient in enumerate(step.gradients)}
-    for index, gradient in enumerate(step.gradients):
-        # Not before it is whole (its storage may be written through a view), and in eager's order: a later gradient
-        # never overtakes an earlier one. The last part completes the gradient, and a hook may then write to the
-        # parameter: nothing may read it afterwards.
-        earliest = max(earliest, step.maker_of.get(gradient.value, -1) + 1)
-        earliest = max(earliest, last_write.get(step.values[gradient.value].storage, -1) + 1)
-        if last_part[gradient.of] == index:
-            earliest = max(earliest, last_touch.get(step.values[gradient.of].storage, -1) + 1)
-        if index == len(step.gradients) - 1:
-            earliest = len(step.ops)  # what is left is there for its effects, and runs before backward is over
-        gives.setdefault(earliest, []).append(index)
-        given[step.values[gradient.value].storage] = earliest
+    return lower(step, {}, free_of_charge(step))
 
-    # The caller owns what it gave and what it is given. Tangents are ours once autograd has handed them over, and a
-    # later part of a gradient is gone once it has been added to the first.
-    sources = {step.values[s.value].storage for s in step.sources}
-    stays = {step.values[v].storage for v in step.outputs} | {step.values[g.value].storage for g in step.first_parts}
-    stays |= sources - tangents
-    frees: dict[int, list[int]] = {}
-    frees_after_give: dict[int, list[int]] = {}
-    for storage, index in last_touch.items():
-        if storage in stays:
-            continue
-        if given.get(storage, -1) > index:
-            frees_after_give.setdefault(given[storage], []).append(storage)
-        else:
-            frees.setdefault(index, []).append(storage)
 
-    instructions: list[Instruction] = []
-    for index in range(len(step.ops) + 1):
-        if index == step.num_forward:
-            instructions.append(Boundary())
-        instructions += [Give(gradient) for gradient in gives.get(index, ())]
-        instructions += [Free(storage) for storage in sorted(frees_after_give.get(index, ()))]
-        if index < len(step.ops):
-            instructions.append(Run(index))
-            instructions += [Free(storage) for storage in sorted(frees.get(index, ()))]
-    return Program(step, tuple(instructions))
+def lower_states(problem: Problem, states: Sequence[int], *, budget_bytes: int | None = None) -> Program:
+    """The same for decisions that are numbers already."""
+    schedule = _recompute(problem, states)
+    lives = _Lives.of(problem, states, schedule)
+    limit = _NO_LIMIT if budget_bytes is None else budget_bytes
+    return Program(problem.step, tuple(_Emitter(problem, states, schedule, lives, limit).instructions()))
+
+
+@dataclass
+class _Schedule:
+    """The ops in the order they run; forward ops first, then backward ops with re-runs between them."""
+
+    ops: list[int]
+    again: list[bool]
+    remade: list[tuple[int, ...]]  # of each re-run: the storages that live on
+
+
+def _recompute(problem: Problem, states: Sequence[int]) -> _Schedule:
+    """Put re-runs in front of the backward ops that need them."""
+    reruns, num_forward = problem.reruns, problem.num_forward
+    schedule = _Schedule(list(range(num_forward)), [False] * num_forward, [()] * num_forward)
+    missing = [state == DROP and storage in reruns.recomputable for storage, state in enumerate(states)]
+    for op in range(num_forward, problem.num_ops):
+        burst: set[int] = set()
+        wanted: set[int] = set()
+        stack = [storage for storage in reruns.touches[op] if missing[storage]]
+        while stack:
+            storage = stack.pop()
+            if storage in wanted:
+                continue
+            wanted.add(storage)
+            for writer in reruns.writers[storage]:
+                if writer not in burst:
+                    burst.add(writer)
+                    stack += [s for s in reruns.rerun_touches[writer] if missing[s]]
+        for again in sorted(burst):
+            # What is whole after this burst lives on, asked for or not.
+            whole = [s for s in reruns.makes[again] if missing[s] and all(w in burst for w in reruns.writers[s])]
+            schedule.ops.append(again)
+            schedule.again.append(True)
+            schedule.remade.append(tuple(whole))
+        for again in sorted(burst):
+            for storage in reruns.makes[again]:
+                if missing[storage] and all(w in burst for w in reruns.writers[storage]):
+                    missing[storage] = False
+        schedule.ops.append(op)
+        schedule.again.append(False)
+        schedule.remade.append(())
+    return schedule
+
+
+@dataclass
+class _Lives:
+    """Bytes at every position of the schedule, and what begins and ends there."""
+
+    needs: list[int] = field(default_factory=list)  # bytes while the op runs, lingering transfers aside
+    frees: list[list[int]] = field(default_factory=list)  # right after the op
+    frees_before: list[list[int]] = field(default_factory=list)  # right before it, after gradients are given
+    gives: list[list[int]] = field(default_factory=list)
+    sends: list[list[int]] = field(default_factory=list)  # right after the op
+    fetched: list[list[int]] = field(default_factory=list)  # used here for the first time since they were sent
+
+    @classmethod
+    def of(cls, problem: Problem, states: Sequence[int], schedule: _Schedule) -> _Lives:
+        length = len(schedule.ops)
+        lives = cls(
+            [0] * length,
+            [[] for _ in range(length)],
+            [[] for _ in range(length + 1)],
+            [[] for _ in range(length + 1)],
+            [[] for _ in range(length)],
+            [[] for _ in range(length)],
+        )
+        touched = [_touched(problem, schedule, k) for k in range(length)]
+        given_at = lives._give(problem, schedule, touched)
+        lives._end(problem, states, schedule, touched, given_at)
+        lives._count(problem, schedule)
+        return lives
+
+    def _give(self, problem: Problem, schedule: _Schedule, touched: list[tuple[int, ...]]) -> dict[int, int]:
+        """Find the earliest position for each gradient: whole, in eager's order, its source not read any more."""
+        position = {op: k for k, op in enumerate(schedule.ops) if not schedule.again[k]}
+        last_touch = {storage: k for k, storages in enumerate(touched) for storage in storages}
+        given_at: dict[int, int] = {}
+        earliest = problem.num_forward
+        for index, handing in enumerate(problem.handings):
+            if handing.ready_op >= 0:
+                earliest = max(earliest, position[handing.ready_op] + 1)
+            if handing.source_storage >= 0:
+                # A hook on the finished gradient may write to the parameter.
+                earliest = max(earliest, last_touch.get(handing.source_storage, -1) + 1)
+            if index == len(problem.handings) - 1:
+                earliest = len(schedule.ops)  # what is left is there for its effects, and runs before backward is over
+            self.gives[earliest].append(index)
+            given_at[handing.storage] = earliest
+        return given_at
+
+    def _end(
+        self,
+        problem: Problem,
+        states: Sequence[int],
+        schedule: _Schedule,
+        touched: list[tuple[int, ...]],
+        given_at: dict[int, int],
+    ) -> None:
+        """Walk back in time: what is met for the first time in one of its lives ends there."""
+        num_forward = problem.num_forward
+        in_use = [False] * len(problem.step.storage_bytes)
+        first_use: dict[int, int] = {}  # of storages that are away
+        for k in reversed(range(len(schedule.ops))):
+            for storage in touched[k]:
+                if states[storage] >= AWAY and not problem.stays[storage]:
+                    if k >= num_forward:
+                        first_use[storage] = k
+                    elif storage in first_use:
+                        self.sends[k].append(storage)
+                        self.fetched[first_use.pop(storage)].append(storage)
+                        in_use[storage] = True  # it ends here, by being sent
+                if problem.stays[storage] or in_use[storage]:
+                    continue
+                in_use[storage] = True
+                if given_at.get(storage, -1) > k:
+                    self.frees_before[given_at[storage]].append(storage)
+                else:
+                    self.frees[k].append(storage)
+            for storage in schedule.remade[k]:
+                in_use[storage] = False
+        for lists in (self.frees, self.frees_before, self.sends, self.fetched):
+            for storages in lists:
+                storages.sort()
+
+    def _count(self, problem: Problem, schedule: _Schedule) -> None:
+        """Add up the bytes at every op."""
+        size, makes = problem.step.storage_bytes, problem.reruns.makes
+        live = sum(size[s] for s in range(len(size)) if problem.is_present[s])
+        for k, op in enumerate(schedule.ops):
+            if k == problem.num_forward:
+                live += sum(size[s] for s in problem.tangents)
+            live -= sum(size[s] for s in self.frees_before[k])
+            live += sum(size[s] for s in self.fetched[k])
+            discarded = 0
+            if schedule.again[k]:
+                live += sum(size[s] for s in schedule.remade[k])
+                discarded = sum(size[s] for s in makes[op] if s not in schedule.remade[k])
+            else:
+                live += sum(size[s] for s in makes[op])
+            self.needs[k] = live + discarded + problem.workspace_bytes[op]
+            live -= sum(size[s] for s in self.frees[k]) + sum(size[s] for s in self.sends[k])
+
+
+def _touched(problem: Problem, schedule: _Schedule, k: int) -> tuple[int, ...]:
+    """The storages that the op at this position uses."""
+    op = schedule.ops[k]
+    if not schedule.again[k]:
+        return problem.reruns.touches[op]
+    return (*problem.reruns.rerun_touches[op], *schedule.remade[k])
+
+
+@dataclass
+class _Transfer:
+    """A storage on its way, and when that ends."""
+
+    storage: int
+    end_ps: int
+
+
+class _Emitter:
+    """Writes the instructions, keeping a clock of compute and of every channel."""
+
+    def __init__(
+        self, problem: Problem, states: Sequence[int], schedule: _Schedule, lives: _Lives, limit_bytes: int
+    ) -> None:
+        self.problem = problem
+        self.schedule = schedule
+        self.lives = lives
+        self.limit_bytes = limit_bytes
+        self.links = {tier: problem.costs.links[tier] for tier in problem.tiers}
+        self.tier_of = {s: problem.tiers[state - AWAY] for s, state in enumerate(states) if state >= AWAY}
+        self.clock_ps = 0
+        self.free_ps: dict[str, int] = {}
+        self.is_here = list(problem.is_present)
+        self.out: list[Instruction] = []
+
+    def instructions(self) -> list[Instruction]:
+        self._forward()
+        self.out.append(Boundary())
+        self._backward(self._fetches())
+        return self.out
+
+    def _forward(self) -> None:
+        lingering: list[_Transfer] = []
+        for k in range(self.problem.num_forward):
+            for transfer in self._released(lingering, self.lives.needs[k]):
+                self.out.append(SendWait(transfer.storage))
+            self.out.append(Run(k))
+            self.clock_ps += self.problem.op_ps[k]
+            for storage in self.problem.reruns.makes[k]:
+                self.is_here[storage] = True
+            self._free(self.lives.frees[k])
+            for storage in self.lives.sends[k]:
+                tier = self.tier_of[storage]
+                self.out.append(SendStart(storage, tier))
+                self.is_here[storage] = False  # from the boundary on, which is when we ask
+                link = self.links[tier]
+                duration_ps = link.send_ps(self.problem.step.storage_bytes[storage])
+                lingering.append(self._transfer(storage, link.send_channel, duration_ps))
+        self.out += [SendWait(transfer.storage) for transfer in lingering]
+
+    def _fetches(self) -> list[list[int]]:
+        """Run the backward half in reversed time: which fetches start in front of which position."""
+        length, num_forward = len(self.schedule.ops), self.problem.num_forward
+        starts: list[list[int]] = [[] for _ in range(length + 1)]
+        lingering: list[_Transfer] = []
+        self.clock_ps = 0
+        self.free_ps = {}
+        for k in reversed(range(num_forward, length)):
+            for transfer in self._released(lingering, self.lives.needs[k]):
+                starts[k + 1].insert(0, transfer.storage)
+            self.clock_ps += self.problem.op_ps[self.schedule.ops[k]]
+            for storage in reversed(self.lives.fetched[k]):
+                link = self.links[self.tier_of[storage]]
+                duration_ps = link.fetch_ps(self.problem.step.storage_bytes[storage])
+                lingering.append(self._transfer(storage, link.fetch_channel, duration_ps))
+        for transfer in lingering:
+            starts[num_forward].insert(0, transfer.storage)
+        return starts
+
+    def _backward(self, starts: list[list[int]]) -> None:
+        makes = self.problem.reruns.makes
+        for k in range(self.problem.num_forward, len(self.schedule.ops) + 1):
+            self.out += [Give(gradient) for gradient in self.lives.gives[k]]
+            self._free(self.lives.frees_before[k])
+            for storage in starts[k]:
+                self.out.append(FetchStart(storage, self.tier_of[storage]))
+                self.is_here[storage] = True
+            if k == len(self.schedule.ops):
+                break
+            self.out += [FetchWait(storage) for storage in self.lives.fetched[k]]
+            op, again = self.schedule.ops[k], self.schedule.again[k]
+            self.out.append(Run(op, again))
+            ended = list(self.lives.frees[k])
+            if again:
+                # A second copy of what is here already is dropped with the call; of what is not here, by us.
+                kept = self.schedule.remade[k]
+                ended += [s for s in makes[op] if s not in kept and not self.is_here[s]]
+            for storage in self.schedule.remade[k] if again else makes[op]:
+                self.is_here[storage] = True
+            self._free(sorted(ended))
+
+    def _free(self, storages: Sequence[int]) -> None:
+        for storage in storages:
+            self.out.append(Free(storage))
+            self.is_here[storage] = False
+
+    def _released(self, lingering: list[_Transfer], need_bytes: int) -> list[_Transfer]:
+        """Take out the transfers that have ended by now, and wait for as many more as the next op needs gone."""
+        size = self.problem.step.storage_bytes
+        released: list[_Transfer] = [t for t in lingering if t.end_ps <= self.clock_ps]
+        lingering[:] = [t for t in lingering if t.end_ps > self.clock_ps]
+        held = sum(size[t.storage] for t in lingering)
+        while lingering and need_bytes + held > self.limit_bytes:
+            transfer = min(lingering, key=lambda t: t.end_ps)
+            self.clock_ps = max(self.clock_ps, transfer.end_ps)
+            lingering.remove(transfer)
+            held -= size[transfer.storage]
+            released.append(transfer)
+        return released
+
+    def _transfer(self, storage: int, channel: str, duration_ps: int) -> _Transfer:
+        start_ps = max(self.clock_ps, self.free_ps.get(channel, 0))
+        self.free_ps[channel] = start_ps + duration_ps
+        return _Transfer(storage, start_ps + duration_ps)

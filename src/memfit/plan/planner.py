@@ -1,23 +1,191 @@
-"""Choose a Program for a Step by the policy asked for, and hold it against the budget."""
+"""Plan a step by the policy asked for: decide, lower, simulate, check, and hold the result against the budget."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
 from memfit.capture.step import Step
+from memfit.cost.costs import Costs
 from memfit.errors import DoesNotFit
+from memfit.plan.budget import Budget, optimizer_bytes
+from memfit.plan.check import check
 from memfit.plan.ledger import Ledger
-from memfit.plan.lower import lower_keep
-from memfit.plan.options import Options
+from memfit.plan.lower import lower
+from memfit.plan.plan import Plan
+from memfit.plan.policies.network_wide import NetworkWide
+from memfit.plan.policies.registry import policy_named
 from memfit.plan.program import Program
+from memfit.plan.simulate import Timeline, simulate
 
 
-def plan(step: Step, options: Options) -> Program:
-    """The Program of that policy; raises DoesNotFit if its peak is above the budget."""
-    program = lower_keep(step)
-    ledger = Ledger.of(program)
-    if options.budget_bytes is not None and ledger.peak_bytes > options.budget_bytes:
-        raise DoesNotFit(
-            f"policy '{options.policy}' needs {ledger.peak_bytes:,} bytes, the budget is {options.budget_bytes:,}. "
-            f"The peak is {ledger.describe_peak()}. "
-            f"Give a budget of at least {ledger.peak_bytes:,} bytes, or a smaller batch"
+@dataclass(frozen=True)
+class Planned:
+    """A plan with what it costs, beside the keep plan of the same step.
+
+    Attributes:
+        plan, timeline: None for an account that no program can follow (network-wide).
+        budget_bytes: all that may be on the device at once; None if nobody set a limit.
+        optimizer_bytes: state of the optimizer, on the device throughout.
+        peak_bytes, average_bytes: all included; the average is over time.
+        parts: what the peak is made of, in bytes by name.
+        plan_s: how long planning took.
+    """
+
+    policy: str
+    step: Step
+    costs: Costs
+    keep: Timeline
+    budget: Budget | None
+    budget_bytes: int | None
+    optimizer_bytes: int
+    peak_bytes: int
+    average_bytes: int
+    step_s: float
+    parts: Mapping[str, int]
+    plan_s: float
+    plan: Plan | None = None
+    timeline: Timeline | None = None
+
+    @property
+    def program(self) -> Program:
+        """The program of a plan that has one."""
+        assert self.plan is not None, f"'{self.policy}' has no program"
+        return self.plan.program
+
+    @property
+    def simulated(self) -> Timeline:
+        """The timeline of a plan that has one."""
+        assert self.timeline is not None, f"'{self.policy}' has no timeline"
+        return self.timeline
+
+    @property
+    def fits(self) -> bool:
+        return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
+
+    @property
+    def overhead(self) -> float:
+        """How much longer than the keep plan the step takes: 0.1 is ten per cent."""
+        return self.step_s / self.keep.step_s - 1 if self.keep.step_ps else 0.0
+
+    @property
+    def keep_peak_bytes(self) -> int:
+        return self.keep.peak_bytes + self.optimizer_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What no plan can change: parameters, buffers, inputs, gradients and the optimizer's state."""
+        return self.keep.ledger.fixed_bytes + self.optimizer_bytes
+
+    @property
+    def keep_activation_bytes(self) -> int:
+        """What the keep plan needs besides: the share of a budget in per cent is a share of this."""
+        return self.keep.ledger.activation_bytes
+
+    @cached_property
+    def obstacle(self) -> str:
+        """What stands at the peak, in words."""
+        if self.timeline is not None:
+            state = f", and {self.optimizer_bytes / 2**20:.1f} MiB of the optimizer" if self.optimizer_bytes else ""
+            return self.timeline.ledger.describe_peak() + state
+        return ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in self.parts.items()) + " MiB"
+
+    def require_fit(self) -> None:
+        """Raise DoesNotFit if the peak is above the budget."""
+        if not self.fits:
+            raise DoesNotFit(self.misfit)
+
+    @property
+    def misfit(self) -> str:
+        """Why it does not fit, and what would."""
+        assert self.budget_bytes is not None
+        share = "" if self.budget is None or self.budget.share is None else f" ({self.budget.share:.0%})"
+        return (
+            f"policy '{self.policy}' needs {self.peak_bytes:,} bytes, the budget is {self.budget_bytes:,}{share}. "
+            f"The peak is {self.obstacle}. "
+            f"Give a budget of at least {self.peak_bytes:,} bytes{self._share_needed}, or a smaller batch"
         )
-    return program
+
+    @property
+    def _share_needed(self) -> str:
+        if self.keep_activation_bytes <= 0:
+            return ""
+        return f" ({max(self.peak_bytes - self.fixed_bytes, 0) / self.keep_activation_bytes:.1%})"
+
+
+def plan_step(
+    step: Step,
+    costs: Costs,
+    *,
+    policy: str = "keep",
+    budget: Budget | None = None,
+    optimizer: str = "none",
+) -> Planned:
+    """The plan of that policy for the step at these costs, whether it fits the budget or not.
+
+    Without a budget, the device's own memory is the limit.
+    """
+    start_s = time.perf_counter()
+    chosen = policy_named(policy)
+    state_bytes = optimizer_bytes(step, optimizer)
+    keep = _keep(step, costs)
+    budget_bytes = costs.memory_bytes
+    if budget is not None:
+        budget_bytes = budget.resolve(
+            fixed_bytes=keep.ledger.fixed_bytes + state_bytes, activation_bytes=keep.ledger.activation_bytes
+        )
+    if chosen.decide is None:
+        account = NetworkWide.of(step, costs)
+        parts = {
+            "parameters": account.parameter_bytes,
+            "gradients": account.gradient_bytes,
+            "inputs": account.input_bytes,
+            "feature maps": account.map_bytes,
+            "gradient buffers": account.gradient_buffer_bytes,
+            "workspace": account.workspace_bytes,
+            "optimizer": state_bytes,
+        }
+        total = account.total_bytes + state_bytes
+        took_s = time.perf_counter() - start_s
+        return Planned(
+            policy, step, costs, keep, budget, budget_bytes, state_bytes, total, total, keep.step_s, parts, took_s
+        )
+    # Programs know nothing of the optimizer's state: it is there, whatever they do.
+    room = None if budget_bytes is None else max(budget_bytes - state_bytes, 0)
+    decisions = chosen.decide(step, costs, room)
+    timeline = simulate(lower(step, decisions, costs, budget_bytes=room), costs) if decisions else keep
+    program = timeline.program
+    check(program, workspace_bytes=[c.workspace_bytes for c in costs.of(program.step)], peak_bytes=timeline.peak_bytes)
+    peak = timeline.ledger.peak
+    parts = {kind.value: size for kind, size in zip(Ledger.kinds, peak.bytes, strict=True)}
+    parts |= {"workspace": peak.workspace_bytes, "optimizer": state_bytes}
+    return Planned(
+        policy=policy,
+        step=step,
+        costs=costs,
+        keep=keep,
+        budget=budget,
+        budget_bytes=budget_bytes,
+        optimizer_bytes=state_bytes,
+        peak_bytes=timeline.peak_bytes + state_bytes,
+        average_bytes=timeline.average_bytes + state_bytes,
+        step_s=timeline.step_s,
+        parts=parts,
+        plan_s=time.perf_counter() - start_s,
+        plan=Plan(step, decisions, program, policy, costs.device, budget_bytes, timeline.peak_bytes),
+        timeline=timeline,
+    )
+
+
+def runnable_plan(step: Step, costs: Costs, *, policy: str, budget: Budget | None) -> Planned:
+    """The same for a plan that is to be run here: raises DoesNotFit if it is larger than the budget."""
+    planned = plan_step(step, costs, policy=policy, budget=budget)
+    if budget is not None:
+        planned.require_fit()
+    return planned
+
+
+def _keep(step: Step, costs: Costs) -> Timeline:
+    return simulate(lower(step, {}, costs), costs)

@@ -83,7 +83,7 @@ class Arm:
         if options is not None:
             fit(
                 self.model,
-                budget=options.budget_bytes,
+                budget=None if options.budget is None else options.budget.text,
                 policy=options.policy,
                 without=options.without,
                 max_captures=options.max_captures,

@@ -10,10 +10,14 @@ from typing import Any
 import torch
 
 from memfit import zoo
+from memfit.cost.profile import measure as measure_costs
 from memfit.plan.options import Options
+from memfit.plan.simulate import simulate
 from memfit.report.measure import measure_peak, measure_times
 from memfit.report.step_module import TrainingStep
 from memfit.report.verify import Verdict, both_arms
+
+_PREDICTION_CAP_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,8 @@ class Comparison:
     """A training step fitted, beside the same step in eager.
 
     Peaks are growths of a process of each arm's own (memfit.report.measure.Peak says of which steps); the ledger's are
-    what the plan says: `ledger_peak_bytes` with parameters and inputs, `ledger_growth_bytes` without.
+    what the plan says: `ledger_peak_bytes` with parameters and inputs, `ledger_growth_bytes` without. The predicted
+    ones, if asked for, are those of the simulator at measured costs: growth with workspaces, seconds.
     """
 
     network: str
@@ -44,6 +49,8 @@ class Comparison:
     capture_s: float
     threads: int
     torch: str
+    predicted_peak_bytes: int | None = None
+    predicted_step_s: float | None = None
 
     @property
     def exact(self) -> bool:
@@ -61,6 +68,16 @@ class Comparison:
     def activation_peak_ratio(self) -> float:
         return self.activation_peak_bytes / max(self.eager_activation_peak_bytes, 1)
 
+    @property
+    def predicted_peak_ratio(self) -> float | None:
+        """Predicted over measured growth."""
+        return None if self.predicted_peak_bytes is None else self.predicted_peak_bytes / max(self.peak_bytes, 1)
+
+    @property
+    def predicted_time_ratio(self) -> float | None:
+        """Predicted over measured seconds."""
+        return None if self.predicted_step_s is None else self.predicted_step_s / self.step_s
+
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON-able data."""
         found = asdict(self)
@@ -71,6 +88,8 @@ class Comparison:
             "peak_ratio": self.peak_ratio,
             "accumulating_peak_ratio": self.accumulating_peak_ratio,
             "activation_peak_ratio": self.activation_peak_ratio,
+            "predicted_peak_ratio": self.predicted_peak_ratio,
+            "predicted_time_ratio": self.predicted_time_ratio,
             "verdict": self.verdict.to_dict(),
         }
 
@@ -83,10 +102,12 @@ def compare_network(
     steps: int = 5,
     seed: int = 0,
     options: Options | None = None,
+    predict: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Train `network` both ways and measure it: bits and times in this process, each peak in one of its own.
 
+    With `predict`, its ops are measured one by one as well, and the simulator's figures stand beside the real ones.
     Model and loss are one module in both arms, so that the loss is part of the fitted step too.
     """
     options = options or Options()
@@ -99,11 +120,15 @@ def compare_network(
     times, verdict, capture_s = measure_times(eager, fitted, steps=steps, progress=progress)
     assert fitted.fitted is not None
     ledger = fitted.fitted.ledger
+    program = fitted.fitted.newest.program
     # The children need the memory more than we do.
     eager.forget()
     fitted.forget()
     del eager, fitted
 
+    timeline = None
+    if predict:  # right after the steps were timed: the machine may be busier later
+        timeline = simulate(program, measure_costs(program.step, cap_s=_PREDICTION_CAP_S, progress=progress))
     progress("measuring the peak in eager")
     peak_of = functools.partial(measure_peak, network, batch=batch, image=image, seed=seed, threads=threads)
     eager_peak = peak_of()
@@ -131,4 +156,6 @@ def compare_network(
         capture_s=capture_s,
         threads=threads,
         torch=torch.__version__,
+        predicted_peak_bytes=None if timeline is None else timeline.ledger.growth_bytes,
+        predicted_step_s=None if timeline is None else timeline.step_s,
     )

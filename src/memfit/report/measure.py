@@ -18,8 +18,8 @@ import memfit.errors
 from memfit.errors import MemfitError
 from memfit.plan.options import Options
 from memfit.report.arm import Arm
-from memfit.report.resident import PIN, CannotMeasure, require_linux
 from memfit.report.verify import Verdict, compare
+from memfit.resident import PIN, CannotMeasure, require_linux
 
 NUM_WARM_UP = 2
 
@@ -122,7 +122,7 @@ def measure_times(
 
 def _fit_arguments(options: Options) -> dict[str, Any]:
     return {
-        "budget": options.budget_bytes,
+        "budget": None if options.budget is None else options.budget.text,
         "policy": options.policy,
         "without": sorted(options.without),
         "max_captures": options.max_captures,

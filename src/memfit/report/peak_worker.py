@@ -17,8 +17,8 @@ from memfit import zoo
 from memfit.api import fit
 from memfit.capture.structure import take_apart
 from memfit.errors import MemfitError
-from memfit.report.resident import Stretches, growth_bytes
 from memfit.report.step_module import TrainingStep
+from memfit.resident import Stretches, growth_bytes
 
 _NUM_WARM_UP = 1  # pairs of micro-batches: oneDNN's scratch and primitive caches, and the capture itself
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from memfit.errors import BadOption
-from memfit.plan.options import Options, parse_bytes
+from memfit.plan.budget import Budget
+from memfit.plan.options import Options
 from memfit.report.arm import Arm, Named
 from memfit.report.bits import Difference, difference
 from memfit.report.step_module import Loss
@@ -89,7 +90,7 @@ def verify(
     Example:
         >>> assert memfit.verify(torch.nn.Linear(4, 2), (torch.randn(3, 4),))
     """
-    options = Options(parse_bytes(budget), policy, frozenset(without))
+    options = Options(Budget.of(budget), policy, frozenset(without))
     eager, fitted = both_arms(model, args, kwargs, loss=loss, targets=targets, seed=seed, options=options)
     return compare(eager, fitted, steps=steps, lr=lr)
 

@@ -12,32 +12,62 @@
 
 Values live in local variables; what another function reads goes through the dict `S` and leaves it in the last
 function that reads it. `del` frees a storage at its last use.
+
+A storage that has been dropped can come back: a re-run makes its base value again, or a tier brings its bytes. In such
+a later life the base alone is carried from function to function, and views are rebuilt on it where they are read.
+
+Observed code also calls `P(number, tensors)` after every instruction: its number, and what it made by storage. P is
+`S['P']`, so that each call has an observer of its own.
 """
 
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from memfit.capture.step import Ghost, Opaque, Ref, Step
-from memfit.plan.program import Boundary, Free, Give, Instruction, Program, Run
+from memfit.capture.step import Ghost, Op, Opaque, Ref, Step
+from memfit.plan.program import (
+    Boundary,
+    FetchStart,
+    FetchWait,
+    Free,
+    Give,
+    Instruction,
+    Program,
+    Run,
+    SendStart,
+    SendWait,
+)
+from memfit.plan.rerun import rerun_form
 from memfit.run import kernels
+from memfit.run.aliases import alias
 from memfit.run.ghosts import make_ghost
+from memfit.tiers.tier import Tier
 
 # The autograd engine keeps the order of two gradients returned together; of more it may not.
 _MAX_GIVES = 2
+
+
+Numbered = tuple[int, Instruction]
+
+
+class Observer(Protocol):
+    """Told of every instruction: its number, and the tensors it made by the storage each looks at."""
+
+    def __call__(self, number: int, made: Mapping[int, torch.Tensor] | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
 class Slice:
     """A stretch of the backward half that ends in handing over gradients."""
 
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[Numbered, ...]
     gives: tuple[int, ...]
+    give_numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -49,44 +79,65 @@ class Code:
     backward: tuple[Callable[[dict[str, Any]], tuple[Any, ...]], ...]
     slices: tuple[Slice, ...]
     carried: frozenset[int]
+    trailing: tuple[int, ...]  # instructions after the last handing-over: there is nothing left for them to do
 
 
 def slices_of(program: Program) -> Iterator[Slice]:
     """Cut the backward half after each handing-over."""
-    held: list[Instruction] = []
+    held: list[Numbered] = []
     gives: list[int] = []
-    for instruction in program.instructions[program.boundary + 1 :]:
+    numbers: list[int] = []
+
+    def cut() -> Slice:
+        made = Slice(tuple(held), tuple(gives), tuple(numbers))
+        for collected in (held, gives, numbers):
+            collected.clear()
+        return made
+
+    for number, instruction in enumerate(program.instructions):
+        if number <= program.boundary:
+            continue
         if isinstance(instruction, Give):
-            if len(gives) == _MAX_GIVES:
-                yield Slice(tuple(held), tuple(gives))
-                held, gives = [], []
+            # One tensor given twice at once (an LSTM's biases) would be copied; given one after the other it is not.
+            value = program.step.gradients[instruction.gradient].value
+            if len(gives) == _MAX_GIVES or any(program.step.gradients[g].value == value for g in gives):
+                yield cut()
             gives.append(instruction.gradient)
-        elif gives:
-            yield Slice(tuple(held), tuple(gives))
-            held, gives = [instruction], []
+            numbers.append(number)
         else:
-            held.append(instruction)
+            if gives:
+                yield cut()
+            held.append((number, instruction))
     if gives:
-        yield Slice(tuple(held), tuple(gives))
+        yield cut()
 
 
-def generate(program: Program, opaque: tuple[Any, ...] = ()) -> Code:
+def generate(
+    program: Program,
+    opaque: tuple[Any, ...] = (),
+    *,
+    tiers: Mapping[str, Tier] | None = None,
+    observed: bool = False,
+) -> Code:
     """Write the program as Python and compile it."""
     step = program.step
     slices = tuple(slices_of(program))
-    bodies = [program.instructions[: program.boundary], *(s.instructions for s in slices)]
-    last_reader = _last_readers(step, bodies, slices)
+    total = len(program.instructions)
+    forward = tuple(enumerate(program.instructions[: program.boundary]))
+    plan = _Lives.of(step, [forward, *(part.instructions for part in slices)], slices)
     names: dict[str, Any] = {
         "torch": torch,
         "aten": torch.ops.aten,
         "ops": torch.ops,
         "memfit": kernels,
+        "alias": alias,
+        "tiers": tiers or {},
     }
     names |= {f"opaque_{index}": thing for index, thing in enumerate(opaque)}
-    writer = _Writer(step, last_reader, names)
-    lines = writer.forward(bodies[0])
+    writer = _Writer(step, plan, names, observed)
+    lines = writer.forward(forward)
     for index, part in enumerate(slices):
-        lines += ["", *writer.backward(index, part)]
+        lines += ["", *writer.backward(index, part, program.boundary)]
     text = "\n".join(lines) + "\n"
     file = f"<memfit {step.name} {step.digest}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks
@@ -96,40 +147,84 @@ def generate(program: Program, opaque: tuple[Any, ...] = ()) -> Code:
         forward=names["forward"],
         backward=tuple(names[f"backward_{index}"] for index in range(len(slices))),
         slices=slices,
-        carried=frozenset(value for value, reader in last_reader.items() if reader > 0),
+        carried=frozenset(value for value, reader in plan.last_reader.items() if reader > 0),
+        trailing=tuple(range(max((n for part in slices for n in part.give_numbers), default=-1) + 1, total)),
     )
 
 
-def _last_readers(step: Step, bodies: list[tuple[Instruction, ...]], slices: tuple[Slice, ...]) -> dict[int, int]:
-    """For each value the last function that reads it: 0 is the forward half, k + 1 the k-th slice."""
-    found: dict[int, int] = {}
-    for index, body in enumerate(bodies):
-        for instruction in body:
-            if isinstance(instruction, Run):
-                for value in step.ops[instruction.op].reads():
-                    found[value] = index
-        if index:
-            for gradient in slices[index - 1].gives:
-                found[step.gradients[gradient].value] = index
-    return found
+@dataclass
+class _Lives:
+    """Which function reads each thing last: 0 is the forward half, k + 1 the k-th slice.
+
+    In its first life every value of a storage is carried by itself; in a later one the base stands for all.
+    """
+
+    last_reader: dict[int, int] = field(default_factory=dict)  # by value
+    last_reader_of_base: dict[tuple[int, int], int] = field(default_factory=dict)  # by storage and life
+
+    @classmethod
+    def of(cls, step: Step, bodies: list[tuple[Numbered, ...]], slices: tuple[Slice, ...]) -> _Lives:
+        found = cls()
+        life: dict[int, int] = {}
+        live: set[int] = set()
+
+        def read(value: int, function: int) -> None:
+            storage = step.values[value].storage
+            if life.get(storage, 0) == 0:
+                found.last_reader[value] = function
+            else:
+                found.last_reader_of_base[storage, life[storage]] = function
+
+        def come(storage: int) -> None:
+            live.add(storage)
+            life[storage] = life.get(storage, -1) + 1
+
+        for function, body in enumerate(bodies):
+            for _, instruction in body:
+                match instruction:
+                    case Run(index, again):
+                        op = rerun_form(step.ops[index]) if again else step.ops[index]
+                        for value in op.reads():
+                            read(value, function)
+                        for storage in dict.fromkeys(step.values[v].storage for v in op.made):
+                            if storage not in live and step.storage[storage].maker == index:
+                                come(storage)
+                    case Free(storage) | SendWait(storage):
+                        live.discard(storage)
+                    case FetchStart(storage):
+                        come(storage)
+                    case FetchWait(storage):
+                        found.last_reader_of_base[storage, life[storage]] = function
+                    case _:
+                        pass
+            if function:
+                for gradient in slices[function - 1].gives:
+                    read(step.gradients[gradient].value, function)
+        return found
 
 
 class _Writer:
     """Writes functions; knows which values are in local variables and which are in S."""
 
-    def __init__(self, step: Step, last_reader: dict[int, int], names: dict[str, Any]) -> None:
+    def __init__(self, step: Step, lives: _Lives, names: dict[str, Any], observed: bool) -> None:
         self.step = step
-        self.last_reader = last_reader
+        self.lives = lives
         self.names = names
+        self.observed = observed
         self.ghosts: dict[Ghost, str] = {}
         self.local: set[int] = set()
+        self.local_bases: set[int] = set()
+        self.life: dict[int, int] = {}
+        self.live: set[int] = set()
+        self.bases: dict[int, str] = {}
         self.place = 0
         self.lines: list[str] = []
 
-    def forward(self, body: tuple[Instruction, ...]) -> list[str]:
+    def forward(self, body: tuple[Numbered, ...]) -> list[str]:
         self._begin("def forward(S, I):", 0)
+        read = {v for _, i in body if isinstance(i, Run) for v in self.step.ops[i.op].reads()} | {*self.step.outputs}
         for index, source in enumerate(self.step.sources):
-            if self.last_reader.get(source.value) is not None and self._read_in(source.value, body):
+            if source.value in read:
                 self._line(f"{self._name(source.value)} = I[{index}]")
                 self.local.add(source.value)
         self._body(body)
@@ -137,87 +232,173 @@ class _Writer:
         self._line(f"return ({', '.join(made)}{',' if len(made) == 1 else ''})")
         return self.lines
 
-    def backward(self, index: int, part: Slice) -> list[str]:
+    def backward(self, index: int, part: Slice, boundary: int) -> list[str]:
         self._begin(f"def backward_{index}(S):", index + 1)
+        if index == 0:
+            tangents = {v: self._name(v) for v in self.step.tangents if v is not None and v in self.lives.last_reader}
+            self._observe(boundary, {self.step.values[v].storage: f"S[{name!r}]" for v, name in tangents.items()})
         self._body(part.instructions)
         given = []
         for gradient in part.gives:
             value = self.step.gradients[gradient].value
             self._fetch(value)
             given.append(self._name(value))
+        for number in part.give_numbers:
+            self._observe(number)
         self._line(f"return ({', '.join(given)}{',' if len(given) == 1 else ''})")
         return self.lines
 
     def _begin(self, header: str, place: int) -> None:
         self.lines = [header]
+        if self.observed:
+            self._line("P = S['P']")
         self.local = set()
+        self.local_bases = set()
         self.place = place
 
     def _line(self, text: str) -> None:
         self.lines.append("    " + text)
 
-    def _body(self, body: tuple[Instruction, ...]) -> None:
-        where = None
-        for instruction in body:
-            if isinstance(instruction, Run):
-                op = self.step.ops[instruction.op]
-                if (op.path, op.source) != where:
-                    where = (op.path, op.source)
-                    self._line(f"# {op.path or '(root)'}  {op.source}".rstrip())
-                self._run(instruction.op)
-            elif isinstance(instruction, Free):
-                self._free(instruction.storage)
-            else:
-                assert not isinstance(instruction, Boundary)
+    def _observe(self, number: int, made: dict[int, str] | None = None) -> None:
+        if self.observed:
+            table = "" if made is None else f", {{{', '.join(f'{s}: {name}' for s, name in made.items())}}}"
+            self._line(f"P({number}{table})")
 
-    def _run(self, index: int) -> None:
-        op = self.step.ops[index]
+    def _body(self, body: tuple[Numbered, ...]) -> None:
+        where = None
+        for number, instruction in body:
+            match instruction:
+                case Run(index, again):
+                    op = self.step.ops[index]
+                    if (op.path, op.source, again) != where:
+                        where = (op.path, op.source, again)
+                        note = "  (again)" if again else ""
+                        self._line(f"# {op.path or '(root)'}  {op.source}".rstrip() + note)
+                    self._run(number, index, rerun_form(op) if again else op)
+                case Free(storage):
+                    self._free(storage)
+                    self._observe(number)
+                case SendStart(storage, tier):
+                    self._send(storage, tier)
+                    self._observe(number)
+                case SendWait(storage):
+                    self._line(f"S['away_{storage}'].sent()")
+                    self.live.discard(storage)
+                    self._observe(number)
+                case FetchStart(storage):
+                    self._come(storage, f"back_{storage}")
+                    self._line(f"{self.bases[storage]} = S['away_{storage}'].fetch()")
+                    self._observe(number, {storage: self.bases[storage]})
+                    self._line(f"del {self.bases[storage]}")
+                case FetchWait(storage):
+                    self._line(f"{self.bases[storage]} = S.pop('away_{storage}').fetched()")
+                    self._carry_base(storage)
+                    self._observe(number)
+                case Give() | Boundary():
+                    raise AssertionError(instruction)
+
+    def _run(self, number: int, index: int, op: Op) -> None:
         for value in dict.fromkeys(op.reads()):
             self._fetch(value)
         arguments = [self._text(arg) for arg in op.args]
         arguments += [f"{key}={self._text(arg)}" for key, arg in op.kwargs]
         prefix = "" if op.target.startswith(("aten.", "memfit.")) else "ops."
         call = f"{prefix}{op.target}({', '.join(arguments)})"
+        names: list[str] = []
+        made: dict[int, str] = {}
+        for position, out in enumerate(op.outputs):
+            names.append(f"_{position}")
+            if out is None:
+                continue
+            storage = self.step.values[out].storage
+            is_new = self.step.storage[storage].maker == index and storage not in made
+            if is_new and storage in self.live:
+                made[storage] = names[-1]  # a second copy: not wanted
+                continue
+            if is_new:
+                self._come(storage, self._name(out))
+                made[storage] = self._name(out)
+            # What begins a life is named even if nobody reads it: its Free ends it.
+            if is_new or out in self.lives.last_reader or out in self.step.outputs or self.life.get(storage, 0) > 0:
+                names[-1] = self._name(out)
+                self.local.add(out)
+        dropped = [name for name in names if name.startswith("_") and name[1:].isdigit()]
         if op.returns_many:
-            names = [self._name(out) if out is not None and self._is_wanted(out) else "_" for out in op.outputs]
-            if not any(name != "_" for name in names):
+            if len(dropped) == len(names) and not self.observed:
                 self._line(call)
+                dropped = []
             else:
                 self._line(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {call}")
-                if "_" in names:
-                    self._line("del _")
-        elif op.made and self._is_wanted(op.made[0]):
-            self._line(f"{self._name(op.made[0])} = {call}")
+        elif op.made and (not dropped or self.observed):
+            self._line(f"{names[0]} = {call}")
         else:
             self._line(call)
+            dropped = []
+        self._observe(number, made)
+        if dropped:
+            self._line(f"del {', '.join(dropped)}")
         for value in op.made:
-            if self._is_wanted(value):
-                self.local.add(value)
-                if self.last_reader.get(value, -1) > self.place:
-                    self._line(f"S[{self._name(value)!r}] = {self._name(value)}")
+            if value in self.local:
+                self._carry(value)
 
-    def _is_wanted(self, value: int) -> bool:
-        return value in self.last_reader or value in self.step.outputs
+    def _carry(self, value: int) -> None:
+        """Put a value that was just made where later functions find it."""
+        storage = self.step.values[value].storage
+        if self.life.get(storage, 0) == 0:
+            if self.lives.last_reader.get(value, -1) > self.place:
+                self._line(f"S[{self._name(value)!r}] = {self._name(value)}")
+        elif self.bases[storage] == self._name(value):
+            self._carry_base(storage)
 
-    def _read_in(self, value: int, body: tuple[Instruction, ...]) -> bool:
-        return (
-            any(isinstance(i, Run) and value in self.step.ops[i.op].reads() for i in body) or value in self.step.outputs
-        )
+    def _carry_base(self, storage: int) -> None:
+        self.local_bases.add(storage)
+        if self.lives.last_reader_of_base.get((storage, self.life[storage]), -1) > self.place:
+            self._line(f"S[{self.bases[storage]!r}] = {self.bases[storage]}")
+
+    def _come(self, storage: int, base: str) -> None:
+        """A storage begins a life, under the name of its base."""
+        self.live.add(storage)
+        self.life[storage] = self.life.get(storage, -1) + 1
+        self.bases[storage] = base
 
     def _fetch(self, value: int) -> None:
-        """Make sure the value is in a local variable; take it out of S in its last function."""
+        """Make sure the value is in a local variable; what is read for the last time leaves S."""
         if value in self.local:
             return
-        name = self._name(value)
-        take = f"S.pop({name!r})" if self.last_reader[value] == self.place else f"S[{name!r}]"
-        self._line(f"{name} = {take}")
+        name, known = self._name(value), self.step.values[value]
+        if self.life.get(known.storage, 0) == 0:
+            take = f"S.pop({name!r})" if self.lives.last_reader[value] == self.place else f"S[{name!r}]"
+            self._line(f"{name} = {take}")
+        else:
+            base = self.bases[known.storage]
+            if known.storage not in self.local_bases:
+                is_last = self.lives.last_reader_of_base[known.storage, self.life[known.storage]] == self.place
+                self._line(f"{base} = S.pop({base!r})" if is_last else f"{base} = S[{base!r}]")
+                self.local_bases.add(known.storage)
+            if base != name:
+                layout = f"{known.dtype}, {known.shape}, {known.stride}, {known.offset}"
+                self._line(f"{name} = alias({base}, {layout})")
         self.local.add(value)
 
+    def _send(self, storage: int, tier: str) -> None:
+        """Hand the storage to its tier, which holds it from here on."""
+        value = min(v for v in self.local if self.step.values[v].storage == storage)
+        self._line(f"S['away_{storage}'] = tiers[{tier!r}].send({self._name(value)})")
+        self._forget(storage)
+
     def _free(self, storage: int) -> None:
-        dead = sorted(v for v in self.local if self.step.values[v].storage == storage)
+        self._forget(storage)
+        self.live.discard(storage)
+
+    def _forget(self, storage: int) -> None:
+        """Delete every local variable that looks at the storage."""
+        dead = {self._name(v) for v in self.local if self.step.values[v].storage == storage}
+        if storage in self.local_bases:
+            dead.add(self.bases[storage])
         if dead:
-            self._line(f"del {', '.join(self._name(value) for value in dead)}")
-            self.local -= set(dead)
+            self._line(f"del {', '.join(sorted(dead))}")
+        self.local = {v for v in self.local if self.step.values[v].storage != storage}
+        self.local_bases.discard(storage)
 
     def _name(self, value: int) -> str:
         return self.step.values[value].name

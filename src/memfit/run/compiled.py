@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,23 +16,40 @@ from memfit.capture.structure import put_together
 from memfit.capture.trace import Capture, Incoming
 from memfit.errors import UnsupportedUse
 from memfit.plan.ledger import Ledger
+from memfit.plan.planner import Planned
 from memfit.plan.program import Program
-from memfit.run.codegen import Code, generate
-from memfit.run.nodes import Call, Handover, Slice, attach
+from memfit.run.codegen import Code, Observer, generate
+from memfit.run.feedback import Feedback
+from memfit.run.nodes import Call, Handover, Slice, StepWatch, attach
+from memfit.tiers.tier import Tier
 from memfit.torch_internals import autocast_state, below_autograd, no_autocast
 
 
 class Compiled:
     """A Program that runs in place of a module's forward."""
 
-    def __init__(self, capture: Capture, program: Program, recapture: Any, devices: tuple[str, ...], path: str) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        program: Program,
+        recapture: Any,
+        devices: tuple[str, ...],
+        path: str,
+        *,
+        tiers: Mapping[str, Tier] | None = None,
+    ) -> None:
         self.capture = capture
         self.program = program
         self.devices = devices
         self.path = path
         self._recapture = recapture
         self._lock = threading.Lock()
-        self.code: Code = generate(program, capture.opaque)
+        self.code: Code = generate(program, capture.opaque, tiers=tiers)
+        self._tiers = tiers
+        self.observe: Callable[[list[Any]], Observer | None] = lambda sources: None
+        self.watch: Callable[[], StepWatch | None] = lambda: None
+        self.planned: Planned | None = None
+        self.feedback: Feedback | None = None
         self._variants: dict[Incoming, _Variant | None] = {self._default_incoming: None}
         self._bind()
 
@@ -59,6 +76,9 @@ class Compiled:
             for v in carried
             if step.values[v].storage in reachable and step.maker_of.get(v, step.num_forward) < step.num_forward
         ]
+        # Written by the caller, one output's history would be wrong for the others that look at its memory.
+        looks_at = Counter(step.values[v].storage for v in step.outputs)
+        self._shared_outputs = [i for i, v in enumerate(step.outputs) if looks_at[step.values[v].storage] > 1]
         self._bind_handovers(index_of)
         self._tangent_names = [None if v is None else names[v] for v in step.tangents]
         self._num_state = len(self.capture.slots)
@@ -81,6 +101,11 @@ class Compiled:
             None if tangent is None else [group for outputs, group in groups.items() if position in outputs]
             for position, tangent in enumerate(step.tangents)
         ]
+
+    @cached_property
+    def observed_code(self) -> Code:
+        """The same code, telling an observer of every instruction."""
+        return generate(self.program, self.capture.opaque, tiers=self._tiers, observed=True)
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -111,14 +136,22 @@ class Compiled:
     def __call__(self, model: nn.Module, sources: list[Any]) -> Any:
         """Run the forward half; the result carries the chain that runs the backward half."""
         values: dict[str, Any] = {}
+        code, observer, watch = self.code, self.observe(sources), self.watch()
+        if observer is not None:
+            code, values["P"] = self.observed_code, observer
+        if watch is not None:
+            watch.begin()
         with below_autograd(), no_autocast(self.devices):
-            outputs = [_plain(output) for output in self.code.forward(values, sources)]
+            outputs = [_plain(output) for output in code.forward(values, sources)]
+        if watch is not None:
+            watch.pause()
         if any(groups is not None for groups in self._groups_of_output):
             values.update(self._constants)
             # Aliases that share the version counter: the outputs themselves would hold what holds them.
             values.update((name, outputs[i].detach()) for name, i in self._carried_outputs)
             watched = [(name, values[name]) for name in self._watched]
-            call = Call(values, self._tangent_names, watched, self._begin, self.devices, self.path)
+            watched += [(f"output {i}", outputs[i].detach()) for i in self._shared_outputs]
+            call = Call(values, self._tangent_names, watched, self._begin, self.devices, self.path, watch)
             shared = [(name, sources[i]) for name, i in self._shared_sources]
             attach(call, outputs, self._groups_of_output, self._handovers, sources, shared)
         return self._result(model, outputs, sources)
@@ -148,7 +181,7 @@ class Compiled:
                 self._variants[incoming] = self._variant(incoming)
             variant = self._variants[incoming]
         if variant is None:
-            return self.code.backward
+            return self.observed_code.backward if "P" in call.values else self.code.backward
         return variant.slices(call)
 
     def _variant(self, incoming: Incoming) -> _Variant:

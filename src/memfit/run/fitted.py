@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import OrderedDict
@@ -14,13 +15,18 @@ from torch import nn
 from memfit.capture.rewrites import rewrite
 from memfit.capture.step import Step
 from memfit.capture.structure import put_together, take_apart
-from memfit.capture.trace import Incoming, Layout, capture_call, refuse_layout
+from memfit.capture.trace import Capture, Incoming, Layout, capture_call, refuse_layout
+from memfit.cost.costs import free_of_charge
+from memfit.cost.profile import measure
 from memfit.errors import MemfitError
 from memfit.plan.ledger import Ledger
 from memfit.plan.options import Options
-from memfit.plan.planner import plan
+from memfit.plan.planner import Planned, runnable_plan
 from memfit.run.compiled import Compiled
+from memfit.run.feedback import Feedback, Measured
+from memfit.run.observe import LiveBytes
 from memfit.run.signature import device_types, signature
+from memfit.tiers.registry import TIERS
 from memfit.torch_internals import autocast_state, calling_module, fake_mode, is_nested_capture
 
 log = logging.getLogger("memfit")
@@ -33,6 +39,9 @@ class Fitted:
         code: the generated Python of the newest captured call.
         step: the newest captured Step, rewrites applied.
         ledger: live bytes at every instruction of the newest Program.
+        planned: the newest plan, with its timeline.
+        observed: with debug, the bytes that were really alive at every instruction of the newest call.
+        measured: predicted beside measured, after the first steps of a model fitted with a budget.
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
@@ -47,6 +56,7 @@ class Fitted:
         self._compiled: OrderedDict[Any, list[Compiled]] = OrderedDict()
         self._newest: Compiled | None = None
         self._warned = False
+        self.observed: LiveBytes | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -78,6 +88,21 @@ class Fitted:
     @property
     def ledger(self) -> Ledger:
         return self.newest.ledger
+
+    @property
+    def planned(self) -> Planned:
+        """The newest plan, with what it was predicted to cost."""
+        assert self.newest.planned is not None
+        return self.newest.planned
+
+    @property
+    def measured(self) -> Measured | None:
+        """Predicted and measured growth and time of the newest capture's first steps; None before its third step.
+
+        Only models fitted with a budget have predictions to compare with.
+        """
+        feedback = self.newest.feedback
+        return None if feedback is None else feedback.measured
 
     @property
     def newest(self) -> Compiled:
@@ -123,8 +148,7 @@ class Fitted:
             name = type(self.model).__name__
             captured = capture_call(model, call_args, call_kwargs, autocast=state, incoming=incoming, name=name)
             step = rewrite(captured.step, without=self.options.without)
-            captured, program = replace(captured, step=step), plan(step, self.options)
-            return Compiled(captured, program, recapture, devices, f"fitted {type(self.model).__name__}")
+            return self._compile(captured, step, recapture, devices)
 
         stand_in_args, stand_in_kwargs = _stand_ins(args, kwargs)
 
@@ -139,6 +163,26 @@ class Fitted:
             self._remember(signature(self.model, inputs, skeleton), compiled)
         log.info("captured %r; peak %s", compiled.program.step, compiled.ledger.describe_peak())
         return compiled
+
+    def _compile(self, captured: Capture, step: Step, recapture: Any, devices: tuple[str, ...]) -> Compiled:
+        """Plan the step and make the plan's program runnable."""
+        options, path = self.options, f"fitted {type(self.model).__name__}"
+        # Without a budget nothing asks for seconds or workspaces, and nothing is measured.
+        costs = measure(step) if options.budget is not None else free_of_charge(step, tiers=TIERS)
+        planned = runnable_plan(step, costs, policy=options.policy, budget=options.budget)
+        program, timeline = planned.program, planned.simulated
+        compiled = Compiled(replace(captured, step=program.step), program, recapture, devices, path, tiers=TIERS)
+        compiled.planned = planned
+        if options.budget is not None:
+            feedback = Feedback(timeline, costs, path)
+            compiled.feedback, compiled.watch, compiled.observe = feedback, feedback.watch, feedback.observe
+        if options.debug:
+            compiled.observe = functools.partial(self._observe, compiled)
+        return compiled
+
+    def _observe(self, compiled: Compiled, sources: list[Any]) -> LiveBytes:
+        self.observed = LiveBytes(compiled.ledger, sources)
+        return self.observed
 
     def _remember(self, key: Any, compiled: Compiled) -> None:
         kept = self._compiled.pop(key, [])

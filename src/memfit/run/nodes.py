@@ -25,7 +25,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -46,6 +46,15 @@ class Handover:
     group: int
 
 
+class StepWatch(Protocol):
+    """Told when the two halves of a call run; what the caller does between them is not ours."""
+
+    def begin(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def end(self) -> None: ...
+
+
 class Call:
     """One forward pass waiting for its backward: the live values, and what to do with them."""
 
@@ -57,7 +66,9 @@ class Call:
         begin: Callable[[Call, Tangents], Sequence[Slice]],
         devices: tuple[str, ...],
         path: str,
+        watch: StepWatch | None = None,
     ) -> None:
+        self._watch = watch
         self.values = values
         self.path = path
         self._tangent_names = tangent_names
@@ -88,6 +99,8 @@ class Call:
     def hand_over(self, handover: Handover) -> list[Any]:
         """Run the slices up to this one, and return the gradients asked for."""
         if self._slices is None:
+            if self._watch is not None:
+                self._watch.resume()
             self._slices = self._start()
         with torch.no_grad(), no_autocast(self._devices):
             while self._next <= handover.slice:
@@ -95,6 +108,9 @@ class Call:
                 self._held.update({(self._next, slot): gradient for slot, gradient in enumerate(made)})
                 self._next += 1
                 del made
+        if self._watch is not None and self._next == len(self._slices):
+            self._watch.end()
+            self._watch = None
         return [self._held.pop((handover.slice, slot)) for slot in handover.slots]
 
     def _start(self) -> Sequence[Slice]:

@@ -42,6 +42,10 @@ class Draft:
     def merge_storages(self, into: dict[int, int]) -> None:
         """Everything that looked at one storage looks at another."""
         self.values = [replace(v, storage=into[v.storage]) if v.storage in into else v for v in self.values]
+        self.ops = [
+            replace(op, writes=tuple(into.get(s, s) for s in op.writes)) if op is not None and op.writes else op
+            for op in self.ops
+        ]
 
     def close(self, *, substitute: dict[int, int] | None = None) -> Step:
         """The edited step: values replaced as told, dead ops gone, ops in order."""

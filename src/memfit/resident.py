@@ -57,13 +57,24 @@ def growth_bytes(run: Callable[[], object]) -> int:
     """How far the resident set rises above where it is now while `run` runs."""
     gc.collect()
     _trim()
-    _reset_high_water()
+    reset_high_water()
     before = _status_bytes("VmRSS")
     run()
     return _status_bytes("VmHWM") - before
 
 
-def _reset_high_water() -> None:
+def resident_bytes() -> int:
+    """What this process has resident now."""
+    return _status_bytes("VmRSS")
+
+
+def high_water_bytes() -> int:
+    """The most it had since `reset_high_water`."""
+    return _status_bytes("VmHWM")
+
+
+def reset_high_water() -> None:
+    """Let the high-water mark start again from what is resident now."""
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # resets the high-water mark; see proc(5)
@@ -83,13 +94,13 @@ class Stretches:
         self._before = _status_bytes("VmRSS")
         self._known_bytes = 0
         self.peak_bytes = 0
-        _reset_high_water()
+        reset_high_water()
 
     def end_stretch(self, known_bytes: int) -> None:
         """The stretch that ends here made `known_bytes` more that do not count, and will stay."""
         self._known_bytes += known_bytes
         self.peak_bytes = max(self.peak_bytes, _status_bytes("VmHWM") - self._before - self._known_bytes)
-        _reset_high_water()
+        reset_high_water()
 
 
 def _trim() -> None:

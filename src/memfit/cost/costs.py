@@ -1,0 +1,124 @@
+"""What things cost on a device: each op's time and workspace, each link's speed, each codec's throughput.
+
+Times are whole picoseconds. Sums of whole numbers do not depend on the order they are added in, so the simulator, the
+native evaluator and the checker agree exactly, on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from memfit.capture.step import Op, Step
+from memfit.cost.signature import signature
+from memfit.errors import MemfitError
+
+PS_PER_S = 10**12
+
+
+def picoseconds(duration_s: float) -> int:
+    """Seconds as whole picoseconds."""
+    return round(duration_s * PS_PER_S)
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """One op run alone: how long it takes, and what it holds beyond its operands and results while it runs."""
+
+    time_ps: int
+    workspace_bytes: int = 0
+    is_estimated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way to a tier: one channel out, one channel back (which may be the same one)."""
+
+    tier: str
+    send_channel: str
+    fetch_channel: str
+    send_bytes_per_s: float
+    fetch_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def send_ps(self, num_bytes: int) -> int:
+        return picoseconds(self.latency_s + num_bytes / self.send_bytes_per_s)
+
+    def fetch_ps(self, num_bytes: int) -> int:
+        return picoseconds(self.latency_s + num_bytes / self.fetch_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class CodecRate:
+    """How fast a codec reads the tensor it encodes, and writes the tensor it decodes."""
+
+    encode_bytes_per_s: float
+    decode_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The price list of one device.
+
+    Attributes:
+        device: its name in the catalogue, or "here".
+        by_signature: what each distinct op costs (see cost/signature.py).
+        links: the tiers that can be reached, by name.
+        codecs: throughput of each codec, by name.
+        default_codec: that of codecs not in the list.
+        memory_bytes: what the device has in all; None if that is not known.
+        source: where the figures come from, for people.
+        notes: assumptions a reader of a report should know, one line each.
+    """
+
+    device: str
+    by_signature: Mapping[str, OpCost]
+    links: Mapping[str, Link] = field(default_factory=dict)
+    codecs: Mapping[str, CodecRate] = field(default_factory=dict)
+    default_codec: CodecRate = field(default=CodecRate(5e9, 5e9))
+    memory_bytes: int | None = None
+    source: str = ""
+    notes: tuple[str, ...] = ()
+
+    def of(self, step: Step) -> tuple[OpCost, ...]:
+        """The cost of each op of the step, in order."""
+        return tuple(self._of(step, index, op) for index, op in enumerate(step.ops))
+
+    def _of(self, step: Step, index: int, op: Op) -> OpCost:
+        if op.target.startswith("memfit."):
+            return self._of_codec(step, op)
+        try:
+            return self.by_signature[signature(step, op)]
+        except KeyError:
+            raise MemfitError(
+                f"the costs of '{self.device}' do not cover op {index} of the step, {op.target} in module "
+                f"'{op.path or '(root)'}'. Price the step itself, with its rewrites"
+            ) from None
+
+    def _of_codec(self, step: Step, op: Op) -> OpCost:
+        """Encoding streams the tensor in, decoding streams it out; the code is small beside it."""
+        codec = str(op.args[-1])
+        rate = self.codecs.get(codec, self.default_codec)
+        if op.target == "memfit.encode":
+            read = sum(step.values[v].bytes for v in op.reads())
+            return OpCost(picoseconds(read / rate.encode_bytes_per_s))
+        written = sum(step.values[v].bytes for v in op.made)
+        return OpCost(picoseconds(written / rate.decode_bytes_per_s))
+
+    def link(self, tier: str) -> Link:
+        try:
+            return self.links[tier]
+        except KeyError:
+            known = ", ".join(sorted(self.links)) or "none"
+            raise MemfitError(f"device '{self.device}' has no tier '{tier}'. Tiers it has: {known}") from None
+
+    @property
+    def num_estimated(self) -> int:
+        return sum(cost.is_estimated for cost in self.by_signature.values())
+
+
+def free_of_charge(step: Step, *, tiers: Iterable[str] = ()) -> Costs:
+    """Costs under which every op takes one microsecond and no workspace: for questions of bytes only."""
+    prices = {signature(step, op): OpCost(1_000_000) for op in step.ops if not op.target.startswith("memfit.")}
+    links = {tier: Link(tier, tier, tier, 1e9, 1e9) for tier in tiers}
+    return Costs("none", prices, links, source="every op a microsecond, no workspace")

@@ -1,0 +1,259 @@
+"""Measure what a step's ops cost on this machine: each distinct op is run alone, its time here, its workspace apart.
+
+    measure(step)                                  a Costs named "here"; what was measured before is not run again
+    underestimated(signature, workspace_bytes)     a real run held more: the next measure() knows
+
+Times are taken in this process under its own allocator (see stopwatch.py), workspaces in one that has malloc pinned
+(see [Note: pinned malloc] in resident.py). Ops are run one after the other, the most expensive first, and no more
+memory is held than one of them needs, and the size of the CPU's cache. After `cap_s` the rest is estimated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from memfit.capture.step import Op, Step
+from memfit.cost.costs import CodecRate, Costs, Link, OpCost, picoseconds
+from memfit.cost.links import DiskSpeed, measure_disk
+from memfit.cost.operands import Call, CannotRunAlone
+from memfit.cost.price_cache import PriceCache
+from memfit.cost.signature import signature
+from memfit.cost.stopwatch import MALLOC_KEEPS_BYTES, Stopwatch
+from memfit.cost.workspaces import Workspaces
+
+log = logging.getLogger("memfit")
+
+_SAVE_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Distinct:
+    """One signature of the step: the call (None if it cannot be made), how often it occurs, what it hands over.
+
+    Of a kind that makes gradients here and transients there, each op bears its share: `handovers` is then a fraction,
+    and so are the bytes: those of first parts, which malloc would recycle in a loop, and those of parts to be added.
+    """
+
+    signature: str
+    call: Call | None
+    num_ops: int
+    num_bytes: int
+    handovers: float
+    fresh_bytes: float
+    added_bytes: float
+
+    @property
+    def work(self) -> int:
+        """A guess at its share of the step, to put the most expensive first."""
+        return self.num_ops * self.num_bytes
+
+
+def measure(
+    step: Step,
+    *,
+    cap_s: float = 60.0,
+    progress: Callable[[str], None] = lambda text: None,
+    cache: PriceCache | None = None,
+) -> Costs:
+    """What each op of the step costs on this machine's CPU, at the number of threads torch has now.
+
+    Args:
+        step: the step, with its rewrites.
+        cap_s: after that many seconds, ops not yet measured are estimated from those that were; Costs.notes says so.
+        progress: told now and then how far it is.
+        cache: where prices are kept; None: this machine's file in memfit's cache folder.
+    """
+    cache = PriceCache.here() if cache is None else cache
+    watch = Stopwatch()
+    distinct = sorted(_distinct(step), key=lambda d: d.work, reverse=True)
+    measured: dict[str, OpCost] = {}
+    try:
+        view_ps = picoseconds(cache.figure("view_s", watch.view_s))
+        for entry in distinct:
+            if entry.call is not None and entry.call.is_view:
+                measured[entry.signature] = OpCost(view_ps)
+        workspace_note = _measure_ops(distinct, measured, cap_s, progress, cache, watch)
+        links, link_notes = _links(cache)
+        copy_bytes_per_s = cache.figure("copy_bytes_per_s", watch.copy_bytes_per_s)
+        prices = _estimate_rest(distinct, measured, cache, copy_bytes_per_s)
+        by_signature = _with_handovers(distinct, prices, cache, watch)
+    finally:
+        cache.save()
+    num_estimated = sum(cost.is_estimated for cost in prices.values())
+    notes = [f"{num_estimated} of {len(prices)} kinds of ops are estimated, not measured"] if num_estimated else []
+    return Costs(
+        device="here",
+        by_signature=by_signature,
+        links=links,
+        default_codec=CodecRate(copy_bytes_per_s, copy_bytes_per_s),
+        memory_bytes=_memory_bytes(),
+        source="each kind of op measured alone on this machine's CPU",
+        notes=(*notes, *workspace_note, *link_notes),
+    )
+
+
+def underestimated(op_signature: str, workspace_bytes: int, *, cache: PriceCache | None = None) -> None:
+    """Remember that an op of that signature was seen to hold this much beyond its operands and results."""
+    cache = PriceCache.here() if cache is None else cache
+    cache.correct(op_signature, workspace_bytes)
+    cache.save()
+
+
+def _distinct(step: Step) -> list[_Distinct]:
+    """The step's signatures, each with the first of its ops for an example."""
+    ops: dict[str, list[Op]] = defaultdict(list)
+    for op in step.ops:
+        if not op.target.startswith("memfit."):
+            ops[signature(step, op)].append(op)
+    found = []
+    for name, same in ops.items():
+        try:
+            call = Call.of(step, same[0])
+        except CannotRunAlone as error:
+            log.info("cannot measure %s: %s", name, error)
+            call = None
+        touched = {step.values[value].storage for value in (*same[0].reads(), *same[0].made)}
+        num_bytes = call.bytes if call is not None else sum(step.storage_bytes[storage] for storage in touched)
+        found.append(_Distinct(name, call, len(same), num_bytes, *_handed_over(step, same)))
+    return found
+
+
+def _handed_over(step: Step, ops: list[Op]) -> tuple[float, float, float]:
+    """On average over these ops: handovers, fresh bytes and added bytes; see [Note: fresh memory] in stopwatch.py."""
+    first = {step.values[gradient.value].storage for gradient in step.first_parts}
+    later = {step.values[gradient.value].storage for gradient in step.gradients} - first
+    handovers = fresh_bytes = added_bytes = 0
+    for op in ops:
+        new = {step.values[v].storage for v in op.made} - {step.values[v].storage for v in op.reads()}
+        handovers += bool(new & (first | later))
+        fresh_bytes += sum(step.storage_bytes[s] for s in new & first if step.storage_bytes[s] <= MALLOC_KEEPS_BYTES)
+        added_bytes += sum(step.storage_bytes[s] for s in new & later)
+    return handovers / len(ops), fresh_bytes / len(ops), added_bytes / len(ops)
+
+
+def _measure_ops(
+    distinct: list[_Distinct],
+    measured: dict[str, OpCost],
+    cap_s: float,
+    progress: Callable[[str], None],
+    cache: PriceCache,
+    watch: Stopwatch,
+) -> tuple[str, ...]:
+    """Fill in what the cache knows, run the rest until the time is up; a note if workspaces could not be measured."""
+    for entry in distinct:
+        known = cache.op(entry.signature)
+        if known is not None:
+            measured[entry.signature] = known
+    waiting = [d for d in distinct if d.signature not in measured and d.call is not None]
+    end = time.perf_counter() + cap_s
+    saved = time.perf_counter()
+    with contextlib.closing(Workspaces()) as workspaces:
+        for index, entry in enumerate(waiting):
+            if time.perf_counter() >= end:
+                break
+            progress(f"measuring ops: {index + 1} of {len(waiting)}")
+            cost = _measured(entry, workspaces, watch)
+            if cost is None:
+                continue
+            if not workspaces.notes:  # a workspace that is only taken to be 0 must not be believed later
+                cache.add(entry.signature, cost)
+            measured[entry.signature] = replace(
+                cost, workspace_bytes=cache.corrected(entry.signature, cost.workspace_bytes)
+            )
+            if time.perf_counter() > saved + _SAVE_EVERY_S:  # an impatient user's Ctrl-C may also hit a save
+                cache.save()
+                saved = time.perf_counter()
+        return workspaces.notes
+
+
+def _measured(entry: _Distinct, workspaces: Workspaces, watch: Stopwatch) -> OpCost | None:
+    """The op's cost, or None if it cannot be run alone."""
+    assert entry.call is not None
+    try:
+        workspace_bytes = workspaces.of(entry.call)  # first, because there a crash does no harm
+        return OpCost(picoseconds(watch.op_s(entry.call)), workspace_bytes)
+    except Exception as error:  # a kernel may raise anything on operands it does not like
+        log.info("cannot measure %s: %s", entry.signature, error)
+        return None
+
+
+def _estimate_rest(
+    distinct: list[_Distinct], measured: Mapping[str, OpCost], cache: PriceCache, copy_bytes_per_s: float
+) -> dict[str, OpCost]:
+    """Prices of all: what was not measured costs what others of its target cost per byte, or else a copy of its bytes.
+
+    Its workspace is that of the worst of them, per byte: too much memory assumed is slow, too little is a failure.
+    """
+    alike: dict[str, list[tuple[int, OpCost]]] = defaultdict(list)
+    for entry in distinct:
+        if entry.signature in measured and entry.num_bytes:
+            alike[_target(entry.signature)].append((entry.num_bytes, measured[entry.signature]))
+    prices = dict(measured)
+    for entry in distinct:
+        if entry.signature in prices:
+            continue
+        target = _target(entry.signature)
+        # A backward op moves about as many more bytes than its forward op as it takes more time.
+        known = alike[target] or alike[target.replace("_backward.", ".")]
+        if known:
+            time_ps = sum(cost.time_ps for _, cost in known) * entry.num_bytes // sum(size for size, _ in known)
+        else:
+            time_ps = picoseconds(entry.num_bytes / copy_bytes_per_s)
+        worst = max((cost.workspace_bytes / size for size, cost in known), default=0.0)
+        workspace_bytes = cache.corrected(entry.signature, round(worst * entry.num_bytes))
+        prices[entry.signature] = OpCost(max(time_ps, 1), workspace_bytes, is_estimated=True)
+    return prices
+
+
+def _with_handovers(
+    distinct: list[_Distinct], prices: Mapping[str, OpCost], cache: PriceCache, watch: Stopwatch
+) -> dict[str, OpCost]:
+    """Add what gradients cost beyond the op that makes them. It depends on the step, so it is in no cached price."""
+    handover_s = cache.figure("handover_s", watch.handover_s)
+    fresh_s = cache.figure("fresh_s_per_byte", watch.fresh_s_per_byte)
+    # Autograd adds a later part into a new block: two streams in, one out (a copy: one and one), and every page fresh.
+    add_s = 1.5 / cache.figure("copy_bytes_per_s", watch.copy_bytes_per_s) + fresh_s
+    found = {}
+    for d in distinct:
+        extra_s = d.handovers * handover_s + d.fresh_bytes * fresh_s + d.added_bytes * add_s
+        cost = prices[d.signature]
+        found[d.signature] = replace(cost, time_ps=cost.time_ps + picoseconds(extra_s))
+    return found
+
+
+def _links(cache: PriceCache) -> tuple[dict[str, Link], tuple[str, ...]]:
+    """The disk behind the temporary folder, if it works."""
+    folder = tempfile.gettempdir()
+    measured: list[DiskSpeed] = []
+
+    def figure(name: str) -> float:
+        def now() -> float:
+            if not measured:
+                measured.append(measure_disk(folder))
+            return float(getattr(measured[0], name))
+
+        return cache.figure(f"disk {folder} {name}", now)
+
+    try:
+        speed = DiskSpeed(figure("write_bytes_per_s"), figure("read_bytes_per_s"), figure("latency_s"))
+    except OSError as error:
+        return {}, (f"no disk tier: {folder} cannot be measured ({error})",)
+    return {"disk": speed.link()}, ()
+
+
+def _target(op_signature: str) -> str:
+    return op_signature.partition("(")[0]
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

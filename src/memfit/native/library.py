@@ -1,0 +1,130 @@
+"""Compile the C beside this file once per machine, keep the library in memfit's cache, load it.
+
+A library is kept as `native-<sources>-<compiler>-<content>.so`, each part a hash. The last is that of the file itself:
+a library cut short would not fail to load, it would kill the process at the first missing page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from memfit.capture.rewrites.proof import cache_folder
+
+log = logging.getLogger("memfit")
+
+FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
+_TIMEOUT_S = 120
+
+
+def native_library() -> ctypes.CDLL | None:
+    """The compiled library, or None where it cannot be had; MEMFIT_NATIVE=0 asks for None."""
+    if os.environ.get("MEMFIT_NATIVE") == "0":
+        _explain("MEMFIT_NATIVE=0 is set")
+        return None
+    return _library(cache_folder(), os.environ.get("CC"))
+
+
+@functools.cache
+def _library(folder: Path, chosen: str | None) -> ctypes.CDLL | None:
+    """Take it from the folder, or compile it."""
+    sources = _sources()
+    name = f"native-{_hash_of_sources(sources)}"
+    compiler = _find_compiler(chosen)
+    # Where there is no compiler, a library that any compiler made is as good: whole numbers leave no room for opinion.
+    pattern = f"{name}-*.so" if compiler is None else f"{name}-{_hash_of_compiler(compiler)}-*.so"
+    for path in _kept(folder, pattern):
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:  # made for another libc, in a home that machines share
+            log.info("the native library %s does not load: %s", path, error)
+    if compiler is None:
+        _explain(f"there is no C compiler {chosen!r}" if chosen else "there is no C compiler (cc, gcc; or set CC)")
+        return None
+    try:
+        return _compile(compiler, sources, folder, f"{name}-{_hash_of_compiler(compiler)}")
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None)
+        _explain(f"{error}{': ' + said.strip() if said else ''}")
+        return None
+
+
+@functools.cache
+def _explain(why: str) -> None:
+    """Say once why planning is slower than it could be."""
+    log.info("plans are evaluated in Python, not in C: %s", why)
+
+
+def _sources() -> list[Path]:
+    return sorted(Path(__file__).parent.glob("*.[ch]"))
+
+
+def _hash_of_sources(sources: list[Path]) -> str:
+    """Of everything that decides what the library does, and where it can be loaded."""
+    found = hashlib.sha256(repr((FLAGS, sys.platform, platform.machine(), ctypes.sizeof(ctypes.c_void_p))).encode())
+    for path in sources:
+        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
+
+
+def _hash_of_compiler(compiler: list[str]) -> str:
+    """Of the command and the program behind it: an upgrade compiles anew. Asking for its version would take longer."""
+    program = Path(compiler[0]).resolve()
+    return _digest(repr((compiler, str(program), program.stat().st_mtime_ns)).encode())[:8]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _find_compiler(chosen: str | None) -> list[str] | None:
+    """The command as a list, its program as a path. CC may hold options too, as in make."""
+    for command in [chosen] if chosen else ["cc", "gcc"]:
+        program, *options = shlex.split(command) or [""]
+        found = shutil.which(program)
+        if found:
+            return [found, *options]
+    return None
+
+
+def _kept(folder: Path, pattern: str) -> Iterator[Path]:
+    """The libraries of that name that are whole; damaged ones are removed."""
+    for path in sorted(folder.glob(pattern)):
+        try:
+            if path.stem.rsplit("-", 1)[1] == _digest(path.read_bytes()):
+                yield path
+            else:
+                log.info("removing the damaged native library %s", path)
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            log.info("cannot read the native library %s: %s", path, error)
+
+
+def _compile(compiler: list[str], sources: list[Path], folder: Path, name: str) -> ctypes.CDLL:
+    """Compile aside, move into the folder whole, load from there; or load from aside if nothing can be kept."""
+    with tempfile.TemporaryDirectory(prefix="memfit-") as aside:
+        built = Path(aside) / f"{name}.so"
+        command = [*compiler, *FLAGS, *(str(path) for path in sources if path.suffix == ".c"), "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        content = built.read_bytes()
+        path = folder / f"{name}-{_digest(content)}.so"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".native-", delete=False) as handle:
+                handle.write(content)
+            os.replace(handle.name, path)  # another process never loads half a library
+        except OSError as error:
+            log.info("cannot keep the native library in %s: %s", folder, error)
+            path = built
+        return ctypes.CDLL(str(path))

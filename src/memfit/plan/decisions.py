@@ -1,0 +1,77 @@
+"""What is decided about a storage: keep it, recompute it, offload it, encode it, or encode and then offload it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memfit.errors import BadOption
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Hold it until its last use. For one that backward does not read: hold it as a place to recompute from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Drop it after its last forward use; if backward needs it, make it again right before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Send it away after its last forward use, fetch it back for its first backward use."""
+
+    tier: str = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Hold it in the codec's form from its last forward use to its first backward use."""
+
+    codec: str
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeThenOffload:
+    """Encode it, and send the code away."""
+
+    codec: str
+    tier: str = "host"
+
+
+Decision = Keep | Recompute | Offload | Encode | EncodeThenOffload
+Decisions = Mapping[int, Decision]
+"""By storage id. A storage that is not listed is kept if backward reads it, and dropped if not."""
+
+
+def to_text(decision: Decision) -> str:
+    """`offload:host`, `encode:mask`, `encode:mask+offload:disk`."""
+    match decision:
+        case Keep():
+            return "keep"
+        case Recompute():
+            return "recompute"
+        case Offload(tier):
+            return f"offload:{tier}"
+        case Encode(codec):
+            return f"encode:{codec}"
+        case EncodeThenOffload(codec, tier):
+            return f"encode:{codec}+offload:{tier}"
+
+
+def from_text(text: str) -> Decision:
+    """The decision that to_text wrote."""
+    parts = [part.partition(":")[::2] for part in text.split("+")]
+    match parts:
+        case [("keep", "")]:
+            return Keep()
+        case [("recompute", "")]:
+            return Recompute()
+        case [("offload", tier)] if tier:
+            return Offload(tier)
+        case [("encode", codec)] if codec:
+            return Encode(codec)
+        case [("encode", codec), ("offload", tier)] if codec and tier:
+            return EncodeThenOffload(codec, tier)
+    raise BadOption(f"{text!r} is no decision. Decisions: keep, recompute, offload:TIER, encode:CODEC")

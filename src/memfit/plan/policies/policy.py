@@ -1,0 +1,26 @@
+"""What a policy is: a name, and a function from a step, its costs and a budget to decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memfit.capture.step import Step
+from memfit.cost.costs import Costs
+from memfit.plan.decisions import Decisions
+
+Decide = Callable[[Step, Costs, int | None], Decisions]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One way to decide.
+
+    Attributes:
+        decide: (step, costs, budget in bytes or None) -> decisions. None for an account that no program can follow.
+        summary: one line for people.
+    """
+
+    name: str
+    summary: str
+    decide: Decide | None

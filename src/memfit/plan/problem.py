@@ -1,0 +1,140 @@
+"""A Step and its Costs as numbers only: what the lowering walks, in Python and in C alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from memfit.capture.step import Step
+from memfit.cost.costs import Costs, OpCost
+from memfit.errors import BadOption
+from memfit.plan.decisions import Decisions, Keep, Offload, Recompute
+from memfit.plan.rerun import Reruns, tangent_storages
+
+KEEP, DROP, AWAY = 0, 1, 2
+"""The three states of a storage between the halves; from AWAY on it is AWAY + the number of the tier."""
+
+
+@dataclass(frozen=True)
+class Handing:
+    """One gradient to give: after which op it is whole, and whose storage may change once it is given."""
+
+    storage: int
+    ready_op: int  # -1: from the start
+    source_storage: int  # -1: more parts of the same gradient are to come
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Ops, storages and gradients by number. Storages have the step's own numbers."""
+
+    step: Step
+    costs: Costs
+    tiers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, step: Step, costs: Costs) -> Problem:
+        return cls(step, costs, tuple(sorted(costs.links)))
+
+    @cached_property
+    def reruns(self) -> Reruns:
+        return Reruns(self.step)
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.step.ops)
+
+    @property
+    def num_forward(self) -> int:
+        return self.step.num_forward
+
+    @cached_property
+    def op_ps(self) -> list[int]:
+        return [cost.time_ps for cost in self._op_costs]
+
+    @cached_property
+    def workspace_bytes(self) -> list[int]:
+        return [cost.workspace_bytes for cost in self._op_costs]
+
+    @cached_property
+    def _op_costs(self) -> Sequence[OpCost]:
+        return self.costs.of(self.step)
+
+    @cached_property
+    def is_present(self) -> list[bool]:
+        """Storages that are there before the step."""
+        tangents = tangent_storages(self.step)
+        return [s in self.reruns.sources and s not in tangents for s in range(len(self.step.storage_bytes))]
+
+    @cached_property
+    def tangents(self) -> list[int]:
+        return sorted(tangent_storages(self.step))
+
+    @cached_property
+    def stays(self) -> list[bool]:
+        """Storages that are never freed: the caller owns what it gave and what it is given.
+
+        Tangents are ours once autograd has handed them over, and a later part of a gradient is gone once it has been
+        added to the first.
+        """
+        step = self.step
+        found = {step.values[v].storage for v in step.outputs}
+        found |= {step.values[g.value].storage for g in step.first_parts}
+        return [s in found or self.is_present[s] for s in range(len(step.storage_bytes))]
+
+    @cached_property
+    def handings(self) -> list[Handing]:
+        """The gradients in eager's order."""
+        step = self.step
+        last_write = {storage: index for index, op in enumerate(step.ops) for storage in op.writes}
+        last_part = {gradient.of: index for index, gradient in enumerate(step.gradients)}
+        found = []
+        for index, gradient in enumerate(step.gradients):
+            storage = step.values[gradient.value].storage
+            # Its storage may still be written through a view after the value is made.
+            ready = max(step.maker_of.get(gradient.value, -1), last_write.get(storage, -1))
+            source = step.values[gradient.of].storage if last_part[gradient.of] == index else -1
+            found.append(Handing(storage, ready, source))
+        return found
+
+    def default_states(self) -> list[int]:
+        """Keep what backward reads and what cannot be made again; drop the rest."""
+        states = [KEEP] * len(self.step.storage_bytes)
+        for storage in self.reruns.recomputable:
+            if self.step.storage[storage].first_backward is None:
+                states[storage] = DROP
+        return states
+
+    def states(self, decisions: Decisions) -> list[int]:
+        """The decisions as one number per storage; raises for one that cannot be carried out."""
+        states = self.default_states()
+        for storage, decision in decisions.items():
+            if not 0 <= storage < len(states):
+                raise BadOption(f"storage {storage}: the step has storages 0 to {len(states) - 1}")
+            match decision:
+                case Keep():
+                    why, state = "", KEEP
+                case Recompute():
+                    why, state = self.reruns.why_not_recompute(storage), DROP
+                case Offload(tier):
+                    self.costs.link(tier)
+                    why, state = self.reruns.why_not_offload(storage), AWAY + self.tiers.index(tier)
+                case _:
+                    raise BadOption(f"storage {storage}: write {decision} into the step first (plan/encode.py)")
+            if why:
+                raise BadOption(f"{self.describe(storage)} cannot be decided to {decision}: {why}")
+            states[storage] = state
+        return states
+
+    def describe(self, storage: int) -> str:
+        """One storage for people: its number, bytes, maker and module."""
+        step = self.step
+        known = step.storage.get(storage)
+        if known is None:
+            return f"storage {storage}"
+        text = f"storage {storage} ({known.bytes:,} bytes"
+        if known.maker is not None:
+            op = step.ops[known.maker]
+            text += f", made by {op.target} in module '{op.path or '(root)'}'"
+        return text + ")"

@@ -1,0 +1,94 @@
+"""Watch a Program run: which storages are really alive at every instruction, and what each op holds besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from memfit.capture.step import Kind, Origin
+from memfit.errors import MemfitError
+from memfit.plan.ledger import KINDS, Ledger
+from memfit.plan.program import Free, Give, Program, Run
+from memfit.resident import high_water_bytes, reset_high_water, resident_bytes
+from memfit.torch_internals import StorageWatch
+
+# A caller may hold what it gave and what it is given longer or shorter than the ledger says.
+_OURS = tuple(KINDS.index(kind) for kind in (Kind.SAVED, Kind.TRANSIENT))
+
+
+class LedgerBroken(MemfitError):
+    """A step that holds more than its ledger says: a defect of memfit."""
+
+
+class LiveBytes:
+    """An observer that keeps the real ledger: after each instruction the bytes of the storages that are alive.
+
+    It looks at torch's own count of references, not at what the Program says: a variable that was not deleted, or a
+    tensor that autograd still holds, is found. It raises where more is alive than the ledger says.
+
+    A gradient that has been given counts until the Program frees it, whether or not it is still the tensor we made:
+    autograd keeps that one, or a copy of it, or its sum with other parts.
+    """
+
+    def __init__(self, promised: Ledger, sources: list[torch.Tensor | None]) -> None:
+        self._promised = promised
+        self._step = step = promised.program.step
+        self._given: set[int] = set()
+        self._watches: list[tuple[int, StorageWatch]] = []
+        self.entries: dict[int, tuple[int, ...]] = {}
+        seen: set[int] = set()
+        for source, tensor in zip(step.sources, sources, strict=True):
+            storage = step.values[source.value].storage
+            if source.origin is not Origin.TANGENT and tensor is not None and storage not in seen:
+                seen.add(storage)
+                # A caller's tensor may be a view of something larger; the step counts what it was shown.
+                self._watches.append((storage, StorageWatch(tensor, step.storage_bytes[storage])))
+
+    def __call__(self, number: int, made: Mapping[int, torch.Tensor] | None = None) -> None:
+        for storage, tensor in (made or {}).items():
+            self._watches.append((storage, StorageWatch(tensor)))
+        instruction = self._promised.entries[number].instruction
+        if isinstance(instruction, Give):
+            storage = self._step.values[self._step.gradients[instruction.gradient].value].storage
+            self._given.add(storage)
+        elif isinstance(instruction, Free):
+            self._given.discard(instruction.storage)
+        self._watches = [(s, watch) for s, watch in self._watches if watch.is_alive or s in self._given]
+        total = dict.fromkeys(KINDS, 0)
+        for storage, watch in self._watches:
+            total[self._step.storage[storage].kind] += watch.num_bytes
+        self.entries[number] = tuple(total[kind] for kind in KINDS)
+        self._compare(number)
+
+    def _compare(self, number: int) -> None:
+        entry, found = self._promised.entries[number], self.entries[number]
+        alive, expected = sum(found[kind] for kind in _OURS), sum(entry.bytes[kind] for kind in _OURS)
+        if alive > expected:
+            op = self._step.ops[entry.instruction.op] if isinstance(entry.instruction, Run) else None
+            where = "" if op is None else f" ({op.target} in module '{op.path or '(root)'}')"
+            raise LedgerBroken(
+                f"after instruction {number}, {entry.instruction}{where}, {alive:,} bytes of the step's own are alive "
+                f"and its ledger says {expected:,}. Please report this model; memfit.unfit(model) trains without memfit"
+            )
+
+
+class Transients:
+    """An observer that reads how far the resident set rises above operands and results inside each op.
+
+    Memory that malloc holds in reserve is already resident, so what it finds can be too little, never too much.
+    """
+
+    def __init__(self, program: Program, tell: Callable[[int, int], None]) -> None:
+        self._program = program
+        self._tell = tell
+        reset_high_water()
+        self._before_bytes = resident_bytes()
+
+    def __call__(self, number: int, made: Mapping[int, torch.Tensor] | None = None) -> None:
+        instruction = self._program.instructions[number]
+        if isinstance(instruction, Run):
+            fresh = sum(tensor.untyped_storage().nbytes() for tensor in (made or {}).values())
+            self._tell(instruction.op, high_water_bytes() - self._before_bytes - fresh)
+        reset_high_water()
+        self._before_bytes = resident_bytes()

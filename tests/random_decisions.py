@@ -1,0 +1,56 @@
+"""Random decisions for any step, as a policy of its own: what every plan must get right, whoever made it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+from memfit.capture.step import Step
+from memfit.codecs.registry import NAMES as CODECS
+from memfit.cost.costs import Costs
+from memfit.plan.decisions import Decision, Decisions, Encode, EncodeThenOffload, Keep, Offload, Recompute
+from memfit.plan.encode import why_not_encode
+from memfit.plan.policies.policy import Policy
+from memfit.plan.policies.registry import POLICIES
+from memfit.plan.rerun import Reruns
+from memfit.tiers.null import NullTier
+from memfit.tiers.registry import TIERS
+
+
+def choices(step: Step, storage: int, reruns: Reruns, tiers: list[str]) -> list[Decision]:
+    """Everything that may be decided about a storage."""
+    found: list[Decision] = [Keep()]
+    if storage in reruns.recomputable:
+        found.append(Recompute())
+    if not reruns.why_not_offload(storage):
+        found += [Offload(tier) for tier in tiers]
+    for name in CODECS:
+        if not why_not_encode(step, storage, name):
+            found += [Encode(name), *(EncodeThenOffload(name, tier) for tier in tiers)]
+    return found
+
+
+def random_decisions(step: Step, costs: Costs, seed: int) -> Decisions:
+    """One of those for every storage; which ones, and how mixed, depends on the seed."""
+    rng = random.Random(seed)
+    reruns, tiers = Reruns(step), sorted(costs.links)
+    favourite = rng.choice([Keep, Recompute, Offload, Encode, None])
+    made: dict[int, Decision] = {}
+    for storage in reruns.owned:
+        possible = choices(step, storage, reruns, tiers)
+        favoured = [d for d in possible if favourite is not None and isinstance(d, favourite)]
+        made[storage] = rng.choice(favoured if favoured and rng.random() < 0.7 else possible)
+    return made
+
+
+@contextlib.contextmanager
+def random_policy(seed: int) -> Iterator[str]:
+    """A policy that decides at random, and two tiers to put bytes in, for the time being."""
+    name = f"random-{seed}"
+    POLICIES[name] = Policy(name, "at random", lambda step, costs, budget: random_decisions(step, costs, seed))
+    TIERS.update({"first": NullTier(), "second": NullTier()})
+    try:
+        yield name
+    finally:
+        del POLICIES[name], TIERS["first"], TIERS["second"]

@@ -1,0 +1,157 @@
+"""Predictions against the first real steps, and workspaces that correct themselves."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.cost.costs import OpCost
+from memfit.cost.price_cache import PriceCache
+from memfit.cost.signature import signature
+from memfit.resident import CannotMeasure, require_linux
+from memfit.run import feedback
+from memfit.run.observe import LedgerBroken, LiveBytes
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 4))
+
+
+def train(model: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.randn(2, 3, 16, 16)).square().sum().backward()
+        model.zero_grad()
+
+
+def test_after_three_steps_one_line_compares_prediction_and_measurement(caplog: pytest.LogCaptureFixture) -> None:
+    model = memfit.fit(net(), budget="1GiB")
+    with caplog.at_level(logging.INFO, logger="memfit"):
+        train(model, 2)
+        assert model.memfit.measured is None
+        train(model, 3)
+    lines = [r.getMessage() for r in caplog.records if "predicted growth" in r.getMessage()]
+    assert len(lines) == 1, "once for each capture"
+    assert lines[0].startswith("fitted Sequential: predicted growth ") and "; predicted step " in lines[0]
+    found = model.memfit.measured
+    assert found.predicted_growth_bytes == model.memfit.planned.timeline.ledger.growth_bytes
+    assert found.step_s > 0 and found.predicted_step_s == model.memfit.planned.step_s > 0
+
+
+def test_without_a_budget_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.run.fitted.measure", lambda step: pytest.fail("measured"))
+    model = memfit.fit(net())
+    train(model, 4)
+    assert model.memfit.measured is None
+
+
+def test_a_workspace_that_was_too_small_is_corrected_and_the_next_plan_uses_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The resident set is played: the process grows by far more than planned, and the convolution is to blame."""
+    extra, seen = 50 << 20, {"now": 1 << 30, "high": 1 << 30}
+
+    class Played:
+        def __init__(self, program: Any, tell: Any) -> None:
+            self.program, self.tell = program, tell
+
+        def __call__(self, number: int, made: Any = None) -> None:
+            instruction = self.program.instructions[number]
+            op = getattr(instruction, "op", None)
+            if op is not None and self.program.step.ops[op].target == "aten.convolution.default":
+                self.tell(op, extra)
+
+    monkeypatch.setattr(feedback, "Transients", Played)
+    monkeypatch.setattr(feedback, "reset_high_water", lambda: None)
+    monkeypatch.setattr(feedback, "resident_bytes", lambda: seen["now"])
+    monkeypatch.setattr(feedback, "high_water_bytes", lambda: seen["now"] + extra + 40_000_000)
+    model = memfit.fit(net(), budget="1GiB")
+    train(model, 3)
+    before = model.memfit.planned.peak_bytes
+    with caplog.at_level(logging.INFO, logger="memfit"):
+        train(model, 2)
+    assert model.memfit.measured.num_corrected == 1
+    assert any(
+        "workspace of aten.convolution.default in '0' corrected to 52,428,800 bytes" in r.getMessage()
+        for r in caplog.records
+    )
+    step = model.memfit.step
+    key = next(signature(step, op) for op in step.ops if op.target == "aten.convolution.default")
+    assert PriceCache.here().op(key).workspace_bytes == extra
+    again = memfit.fit(net(), budget="1GiB")
+    train(again, 1)
+    assert again.memfit.planned.peak_bytes >= before + extra // 2
+    with pytest.raises(memfit.MemfitError, match=r"workspace 50\.0"):
+        train(memfit.fit(net(), budget=before), 1)
+
+
+def test_a_step_that_grew_less_than_planned_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feedback, "high_water_bytes", lambda: 0)
+    monkeypatch.setattr(feedback, "Transients", lambda *_: pytest.fail("observed"))
+    train(memfit.fit(net(), budget="1GiB"), 5)
+
+
+def test_where_growth_cannot_be_read_time_is_still_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot() -> None:
+        raise CannotMeasure("not here")
+
+    monkeypatch.setattr(feedback, "reset_high_water", cannot)
+    model = memfit.fit(net(), budget="1GiB")
+    train(model, 3)
+    assert model.memfit.measured.growth_bytes is None and model.memfit.measured.step_s > 0
+    assert "measured" in model.memfit.measured.line
+
+
+def test_what_an_op_holds_is_seen_from_outside() -> None:
+    """A real one: an op of our own that allocates and touches 64 MiB beyond its result."""
+    try:
+        require_linux()
+    except CannotMeasure:
+        pytest.skip("growth cannot be read here")
+    from memfit.plan.program import Program, Run
+    from memfit.run.observe import Transients
+
+    model = nn.Linear(4, 4)
+    step = memfit.capture(model, (torch.randn(2, 4),))
+    told: dict[int, int] = {}
+    watch = Transients(Program(step, (Run(0), Run(1))), told.__setitem__)
+    waste = torch.ones(16 << 20)
+    del waste
+    watch(0, {})
+    watch(1, {})
+    assert 60 << 20 <= told[0] <= 80 << 20
+    assert told[1] < 8 << 20
+
+
+def test_holding_on_to_a_tensor_breaks_the_ledger_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Any] = []
+    watch = LiveBytes.__call__
+
+    def hoard(self: LiveBytes, number: int, made: Any = None) -> None:
+        held.extend((made or {}).values())
+        watch(self, number, made)
+
+    monkeypatch.setattr(LiveBytes, "__call__", hoard)
+    model = memfit.fit(net(), debug=True)
+    with pytest.raises(LedgerBroken, match=r"after instruction \d+, .* bytes of the step's own are alive"):
+        train(model, 1)
+
+
+def test_a_price_is_what_it_was_until_it_is_corrected(tmp_path: Path) -> None:
+    cache = PriceCache(tmp_path / "prices.json")
+    cache.add("op()", OpCost(5, 10))
+    cache.correct("op()", 7)
+    assert cache.op("op()") == OpCost(5, 10), "never downwards"
+    cache.correct("op()", 70)
+    cache.save()
+    assert PriceCache(tmp_path / "prices.json").op("op()") == OpCost(5, 70)
