@@ -321,7 +321,7 @@ def test_plan_here(run_json: Run) -> None:
 def test_the_cap_is_shared_by_all_that_is_measured(run_json: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     caps = []
 
-    def measure(step: Any, *, cap_s: float, progress: object) -> Costs:
+    def measure(step: Any, *, cap_s: float, max_op_bytes: int, progress: object) -> Costs:
         caps.append(cap_s)
         return free_of_charge(step)
 

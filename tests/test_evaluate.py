@@ -461,3 +461,13 @@ def test_two_processes_may_compile_at_once(folder: Path) -> None:
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
     assert list(library._kept(folder, "*.so")) == sorted(folder.iterdir()), "whole libraries and nothing else"
     assert Evaluator.of(chain()).is_native
+
+
+@needs_compiler
+def test_the_c_compiles_without_a_warning(tmp_path: Path) -> None:
+    compiler = library._find_compiler(os.environ.get("CC"))
+    assert compiler is not None
+    sources = [str(path) for path in library._sources() if path.suffix == ".c"]
+    strict = [*compiler, *library.FLAGS, "-Wall", "-Wextra", "-Werror", *sources, "-o", str(tmp_path / "strict.so")]
+    done = subprocess.run(strict, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -30,16 +30,25 @@ SMALL: dict[str, tuple[dict[str, Any], int, int | None]] = {
     "gpt2": ({"num_layers": 2, "width": 64, "num_heads": 4, "vocab_size": 101, "context": 32}, 2, 16),
 }
 
+# The deeper ones of the same families, narrow: for tests that look at the plan rather than at the kernels.
+_VGG = ({"widths": (4, 4, 4, 4, 4), "hidden": 16}, 1, 32)
+DEEPER: dict[str, tuple[dict[str, Any], int, int | None]] = {
+    **dict.fromkeys(("vgg13", "vgg19", "vgg13_bn", "vgg19_bn", "vgg116", "vgg216", "vgg316", "vgg416"), _VGG),
+    **dict.fromkeys(("resnet34", "resnet101", "resnet152"), ({"width": 4}, 2, 32)),
+    **dict.fromkeys(("densenet161", "densenet169", "densenet201"), ({"growth": 4, "stem_channels": 8}, 2, 32)),
+}
+ALL = SMALL | DEEPER
+
 
 def small_sizes(name: str) -> dict[str, Any]:
     """Image side and number of classes that inputs and targets are made for."""
-    options, _, image = SMALL[name]
+    options, _, image = ALL[name]
     return {"image": image or zoo.spec(name).minimum, "num_classes": options.get("vocab_size")}
 
 
 def small(name: str) -> tuple[torch.nn.Module, Any, Any]:
     """The network, its inputs as a function of the batch, and its loss."""
-    options = SMALL[name][0]
+    options = ALL[name][0]
     sizes = small_sizes(name)
 
     def inputs(n: int) -> tuple[torch.Tensor, ...]:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.capture.rewrites import rewrite
 from memfit.capture.step import Kind
 from memfit.plan.ledger import Ledger
 from memfit.plan.lower import lower_keep
@@ -85,3 +86,20 @@ def test_a_gradient_in_parts_is_counted_once() -> None:
     ledger = Ledger.of(lower_keep(step))
     last = dict(zip(ledger.kinds, ledger.entries[-1].bytes, strict=True))
     assert last[Kind.GRADIENT] == 64 * 64 * 4
+
+
+def test_adding_up_parts_of_a_gradient_takes_a_block_of_its_own() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(256, 256, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.layer(x).tanh())
+
+    step = rewrite(memfit.capture(Tied(), (torch.randn(2, 256),)))
+    assert step.addition_bytes == (0, 256 * KIB)
+    ledger = Ledger.of(lower_keep(step))
+    assert isinstance(ledger.peak.instruction, Give) and ledger.peak.workspace_bytes == 256 * KIB
+    assert ledger.growth_bytes >= 3 * 256 * KIB  # both parts and their sum
+    assert "where the gradient of 'layer.weight' is handed over" in ledger.describe_peak()

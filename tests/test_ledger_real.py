@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from random_decisions import random_policy
 from test_exact_random import Line, Program, a_line
-from test_exact_zoo import SMALL, small, small_sizes
+from test_exact_zoo import ALL, SMALL, small, small_sizes
 from torch import nn
 
 from memfit import zoo
@@ -33,7 +33,7 @@ class WithLoss(nn.Module):
 def with_loss(name: str) -> tuple[nn.Module, Any]:
     """A network of the zoo that returns its loss, and its inputs."""
     model, inputs, _ = small(name)
-    targets = zoo.targets(name, batch=SMALL[name][1], seed=1, **small_sizes(name))
+    targets = zoo.targets(name, batch=ALL[name][1], seed=1, **small_sizes(name))
     return WithLoss(model, lambda output, _: zoo.loss(name)(output, *targets)), inputs
 
 
@@ -59,10 +59,14 @@ def assert_plan_is_followed(model: nn.Module, inputs: Any, policy: str, *, batch
     return ledger
 
 
-@pytest.mark.parametrize("name", SMALL)
+def test_the_table_has_every_network_of_the_zoo() -> None:
+    assert set(ALL) == set(zoo.names())
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_networks_of_the_zoo_hold_what_their_ledger_says(name: str) -> None:
     model, inputs = with_loss(name)
-    assert_plan_is_followed(model, inputs, "keep", batch=SMALL[name][1], steps=1)
+    assert_plan_is_followed(model, inputs, "keep", batch=ALL[name][1], steps=1)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -404,3 +404,13 @@ def test_random_ops_leave_the_generator(no_workspaces: None) -> None:
     with as_in_a_step(call):
         Operands(call).run()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_ops_that_are_too_large_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = memfit.capture(nn.Linear(64, 64), (torch.randn(1000, 64),))
+    ran: list[int] = []
+    run_op = Stopwatch.op_s
+    monkeypatch.setattr(Stopwatch, "op_s", lambda self, call: ran.append(call.bytes) or run_op(self, call))
+    costs = measure(step, max_op_bytes=100_000, cache=PriceCache(None))
+    assert all(size <= 100_000 for size in ran) and costs.num_estimated >= 1
+    assert any("need more than 0 MiB each: not run" in note for note in costs.notes)

@@ -287,6 +287,12 @@ class Step:
         seen: set[int] = set()
         return tuple(g for g in self.gradients if not (g.of in seen or seen.add(g.of)))  # type: ignore[func-returns-value]
 
+    @cached_property
+    def addition_bytes(self) -> tuple[int, ...]:
+        """For each gradient what autograd allocates to take it in: a later part is added to the first in a new one."""
+        firsts = {id(gradient) for gradient in self.first_parts}
+        return tuple(0 if id(g) in firsts else self.values[g.value].bytes for g in self.gradients)
+
     @property
     def saved_bytes(self) -> int:
         """Bytes made in the forward half that live on to the backward half."""

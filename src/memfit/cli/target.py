@@ -24,6 +24,8 @@ from memfit.report.step_module import loss_of
 
 HERE = "here"
 MEASURED = "measured"
+# Planning must not need what it plans for: with its workspace, an op of that size takes about a GiB.
+_MAX_OP_BYTES = 384 << 20
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Pricing:
             return roofline(step, self.device, workspace=self.workspace)
         start_s = time.perf_counter()
         try:
-            return measure(step, cap_s=self._left_s, progress=self._screen.progress)
+            return measure(step, cap_s=self._left_s, max_op_bytes=_MAX_OP_BYTES, progress=self._screen.progress)
         finally:
             self._left_s = max(self._left_s - (time.perf_counter() - start_s), 0.0)
 

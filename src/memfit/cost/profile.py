@@ -59,6 +59,7 @@ def measure(
     step: Step,
     *,
     cap_s: float = 60.0,
+    max_op_bytes: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
     cache: PriceCache | None = None,
 ) -> Costs:
@@ -67,6 +68,7 @@ def measure(
     Args:
         step: the step, with its rewrites.
         cap_s: after that many seconds, ops not yet measured are estimated from those that were; Costs.notes says so.
+        max_op_bytes: an op with more operands and results than that is not run but estimated; None: all are run.
         progress: told now and then how far it is.
         cache: where prices are kept; None: this machine's file in memfit's cache folder.
     """
@@ -79,7 +81,7 @@ def measure(
         for entry in distinct:
             if entry.call is not None and entry.call.is_view:
                 measured[entry.signature] = OpCost(view_ps)
-        workspace_note = _measure_ops(distinct, measured, cap_s, progress, cache, watch)
+        workspace_note = _measure_ops(distinct, measured, cap_s, max_op_bytes, progress, cache, watch)
         links, link_notes = _links(cache)
         copy_bytes_per_s = cache.figure("copy_bytes_per_s", watch.copy_bytes_per_s)
         prices = _estimate_rest(distinct, measured, cache, copy_bytes_per_s)
@@ -142,16 +144,22 @@ def _measure_ops(
     distinct: list[_Distinct],
     measured: dict[str, OpCost],
     cap_s: float,
+    max_op_bytes: int | None,
     progress: Callable[[str], None],
     cache: PriceCache,
     watch: Stopwatch,
 ) -> tuple[str, ...]:
-    """Fill in what the cache knows, run the rest until the time is up; a note if workspaces could not be measured."""
+    """Fill in what the cache knows, run the rest until the time is up; notes on what could not be measured, and why."""
     for entry in distinct:
         known = cache.op(entry.signature)
         if known is not None:
             measured[entry.signature] = known
     waiting = [d for d in distinct if d.signature not in measured and d.call is not None]
+    notes: tuple[str, ...] = ()
+    if max_op_bytes is not None and any(d.num_bytes > max_op_bytes for d in waiting):
+        kinds = len(waiting)
+        waiting = [d for d in waiting if d.num_bytes <= max_op_bytes]
+        notes = (f"{kinds - len(waiting)} kinds of ops need more than {max_op_bytes / 2**20:,.0f} MiB each: not run",)
     end = time.perf_counter() + cap_s
     saved = time.perf_counter()
     with contextlib.closing(Workspaces()) as workspaces:
@@ -170,7 +178,7 @@ def _measure_ops(
             if time.perf_counter() > saved + _SAVE_EVERY_S:  # an impatient user's Ctrl-C may also hit a save
                 cache.save()
                 saved = time.perf_counter()
-        return workspaces.notes
+        return (*notes, *workspaces.notes)
 
 
 def _measured(entry: _Distinct, workspaces: Workspaces, watch: Stopwatch) -> OpCost | None:

@@ -106,6 +106,7 @@ class _Walk:
         self.instruction: Instruction | None = None
         self.num_run = 0
         self.num_given = 0
+        self.begun: set[int] = set()  # sources of which a part has been given
         self.num_reruns = 0
         self.num_sends = 0
         self.is_backward = False
@@ -143,7 +144,7 @@ class _Walk:
             case FetchWait(storage):
                 self._end_fetch(storage)
             case Give(gradient):
-                self._give(gradient)
+                return self._give(gradient)
             case _:
                 assert_never(instruction)
         return 0
@@ -286,7 +287,8 @@ class _Walk:
 
     # --- gradients, the end ------------------------------------------------------------------------------------------
 
-    def _give(self, gradient: int) -> None:
+    def _give(self, gradient: int) -> int:
+        """Check a handing-over; autograd adds any but the first part of a gradient to the others in a new block."""
         if not 0 <= gradient < len(self.step.gradients):
             self._fail(Rule.GIVE, f"the step has {len(self.step.gradients)} gradients")
         storage = self._storage_of_gradient(gradient)
@@ -307,6 +309,9 @@ class _Walk:
         of = self.step.gradients[gradient].of
         if self.last_part[of] == gradient:
             self.given_away.add(self.step.values[of].storage)
+        added_bytes = self.step.values[self.step.gradients[gradient].value].bytes if of in self.begun else 0
+        self.begun.add(of)
+        return added_bytes
 
     def _check_end(self) -> None:
         if not self.is_backward:

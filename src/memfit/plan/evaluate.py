@@ -5,7 +5,7 @@
     states[storage] = DROP
     outcome = evaluator.evaluate(states, budget_bytes)
 
-In C where a compiler is at hand (native/evaluate.c), else by lower_states and simulate; the numbers are the same.
+In C where a compiler is at hand (native/*.c), else by lower_states and simulate; the numbers are the same.
 """
 
 from __future__ import annotations
@@ -241,6 +241,7 @@ _ARRAYS = {
     "handing_storages": np.int32,
     "handing_ready_ops": np.int32,
     "handing_source_storages": np.int32,
+    "handing_bytes": np.int64,
     "send_ps": np.int64,
     "fetch_ps": np.int64,
     "send_channels": np.int32,
@@ -249,7 +250,7 @@ _ARRAYS = {
 
 
 class _CProblem(ctypes.Structure):
-    """struct Problem of native/evaluate.c, field for field."""
+    """struct Problem of native/evaluator.h, field for field."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _COUNTS),
@@ -297,6 +298,7 @@ class _Flat:
             "handing_storages": [handing.storage for handing in problem.handings],
             "handing_ready_ops": [handing.ready_op for handing in problem.handings],
             "handing_source_storages": [handing.source_storage for handing in problem.handings],
+            "handing_bytes": problem.step.addition_bytes,
             "send_ps": [link.send_ps(size) for link in links for size in step.storage_bytes],
             "fetch_ps": [link.fetch_ps(size) for link in links for size in step.storage_bytes],
             "send_channels": [channels.index(link.send_channel) for link in links],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from memfit.capture.step import Kind
-from memfit.plan.program import Boundary, FetchStart, Free, Instruction, Program, Run, SendWait
+from memfit.plan.program import Boundary, FetchStart, Free, Give, Instruction, Program, Run, SendWait
 from memfit.plan.rerun import tangent_storages
 
 KINDS = (Kind.PARAMETER, Kind.INPUT, Kind.GRADIENT, Kind.SAVED, Kind.TRANSIENT)
@@ -30,7 +30,8 @@ class Entry:
 class Ledger:
     """The account of a Program: what is live when, and where the peak is.
 
-    Workspaces are those of the costs it was made with; without costs it counts tensors only.
+    Workspaces are those of the costs it was made with, and what autograd needs to add up parts of a gradient; without
+    costs, ops have none.
     """
 
     program: Program
@@ -86,6 +87,9 @@ class Ledger:
             op = step.ops[self.peak.instruction.op]
             half = "recomputed" if self.peak.instruction.again else op.half.value
             where = f" at {op.target} ({half}) in module '{op.path or '(root)'}'"
+        elif isinstance(self.peak.instruction, Give):
+            source = step.source_of[step.gradients[self.peak.instruction.gradient].of]
+            where = f" where the gradient of '{source.name}' is handed over"
         return f"{self.peak_bytes / 2**20:.1f} MiB{where}: {', '.join(parts)} MiB"
 
 
@@ -126,6 +130,8 @@ def _entries(program: Program, workspace_bytes: Sequence[int] | None) -> Iterato
                 leave(storage)
             case FetchStart(storage):
                 arrive(storage)
+            case Give(gradient):
+                workspace = step.addition_bytes[gradient]
             case _:
                 pass
         for storage in discarded:

@@ -1,6 +1,6 @@
 """Turn decisions into a Program: where each op runs again, each storage goes and comes back, each gradient is given.
 
-Three passes, each a plain walk, because the native evaluator does the same in C (native/evaluate.c), instruction for
+Three passes, each a plain walk, because the native evaluator does the same in C (native/lower.c), instruction for
 instruction:
 
 1. `_recompute`: walk the backward ops; in front of one whose operand was dropped, re-run what makes it, and before

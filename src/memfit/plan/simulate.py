@@ -12,7 +12,7 @@ from functools import cached_property
 
 from memfit.cost.costs import PS_PER_S, Costs
 from memfit.plan.ledger import KINDS, Entry, Ledger
-from memfit.plan.program import FetchStart, FetchWait, Program, Run, SendStart, SendWait
+from memfit.plan.program import FetchStart, FetchWait, Give, Program, Run, SendStart, SendWait
 
 COMPUTE = "compute"
 
@@ -94,11 +94,11 @@ class Timeline:
         ]
 
     def excess_bytes(self, budget_bytes: int) -> tuple[int, int]:
-        """How far ops are above the budget: the most, and the sum over all ops."""
+        """How far ops and handings-over are above the budget: the most, and the sum over all of them."""
         above = [
             entry.total_bytes - budget_bytes
             for entry in self.ledger.entries
-            if isinstance(entry.instruction, Run) and entry.total_bytes > budget_bytes
+            if isinstance(entry.instruction, (Run, Give)) and entry.total_bytes > budget_bytes
         ]
         return max(above, default=0), sum(above)
 

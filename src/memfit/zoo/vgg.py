@@ -26,6 +26,7 @@ class VGG(nn.Module):
         self,
         *,
         groups: tuple[int, ...] = VGG16,
+        widths: tuple[int, ...] = _WIDTHS,
         batch_norm: bool = False,
         num_classes: int = 1000,
         hidden: int = 4096,
@@ -34,7 +35,7 @@ class VGG(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         channels = 3
-        for num_convolutions, width in zip(groups, _WIDTHS, strict=True):
+        for num_convolutions, width in zip(groups, widths, strict=True):
             for _ in range(num_convolutions):
                 # The bias stays under batch norm too, useless as it is: torchvision's counts include it.
                 layers.append(nn.Conv2d(channels, width, kernel_size=3, padding=1))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.capture.rewrites.convolution import split_convolutions
+from memfit.capture.rewrites.draft import Draft
 from memfit.capture.rewrites.inplace import reuse_operands, softmax_in_place
 from memfit.capture.rewrites.pool import swap_relu_and_pool
 from memfit.capture.rewrites.proof import PROOFS, Proofs
@@ -40,6 +41,7 @@ def rewrite(step: Step, *, without: frozenset[str] = frozenset(), proofs: Proofs
     """The step with every rewrite applied that is not in `without`."""
     check_names(without)
     applied = []
+    step = Draft(step).close()  # capture also sees autograd add up parts of gradients, which it does again by itself
     for name, apply in _REWRITES.items():
         if name not in without:
             step = apply(step, proofs)

@@ -1,0 +1,166 @@
+/* A problem, and room for evaluating it: what lower.c, simulate.c and evaluate.c share. */
+
+#ifndef MEMFIT_EVALUATOR_H
+#define MEMFIT_EVALUATOR_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+enum { DROP = 1, AWAY = 2 }; /* as in plan/problem.py */
+
+enum { RUN, RERUN, FREE, GIVE, SEND_START, SEND_WAIT, FETCH_START, FETCH_WAIT, BOUNDARY }; /* as in plan/evaluate.py */
+
+/* Lists of numbers, one behind the other: list i is items[starts[i]] up to items[starts[i + 1]]. */
+typedef struct {
+    const int32_t *starts;
+    const int32_t *items;
+} Lists;
+
+typedef struct {
+    const int32_t *begin;
+    const int32_t *end;
+} Span;
+
+/* plan/problem.py as arrays. Every field takes eight bytes, so that Python can mirror it without thought of padding. */
+typedef struct {
+    int64_t num_ops;
+    int64_t num_forward;
+    int64_t num_storages;
+    int64_t num_tiers;
+    int64_t num_channels;
+    int64_t num_handings;
+    int64_t num_tangents;
+    int64_t max_length;       /* of a schedule */
+    int64_t max_instructions;
+    Lists touches;            /* by op: the storages it uses, except those that stay: they have no end to be found */
+    Lists rerun_touches;      /* by forward op: the same in the form it is re-run in, without those it makes */
+    Lists source_touches;     /* by op: the storages it uses that a gradient is of */
+    Lists rerun_source_touches;
+    Lists makes;              /* by op: the storages that are new with it */
+    Lists made;               /* by op: the storages of all its results, for the ledger */
+    Lists writers;            /* by storage: the forward ops that make and write it; none if it is not the step's own */
+    const int64_t *op_ps;
+    const int64_t *workspace_bytes;
+    const int64_t *storage_bytes;
+    const uint8_t *is_recomputable;
+    const uint8_t *is_present;
+    const int32_t *tangents;
+    const int32_t *handing_storages;
+    const int32_t *handing_ready_ops;
+    const int32_t *handing_source_storages;
+    const int64_t *handing_bytes; /* by gradient: what autograd allocates to add it to its other parts */
+    const int64_t *send_ps;   /* by tier, then by storage */
+    const int64_t *fetch_ps;
+    const int32_t *send_channels; /* by tier */
+    const int32_t *fetch_channels;
+} Problem;
+
+typedef struct {
+    int32_t kind;
+    int32_t number; /* op, storage or gradient */
+    int32_t tier;
+} Instruction;
+
+typedef struct {
+    int64_t peak_bytes;
+    int64_t step_ps;
+    int64_t stall_ps;
+    int64_t max_excess_bytes;
+    int64_t sum_excess_bytes;
+    int64_t num_reruns;
+    int64_t num_instructions;
+} Outcome;
+
+/* A problem, and room for everything that one evaluation writes down. */
+typedef struct {
+    Problem problem;
+    const int8_t *states;
+    int64_t limit_bytes;
+
+    /* _Schedule. Its first num_forward positions are always the forward ops. */
+    int32_t length;
+    int32_t num_remade;
+    int32_t *ops;
+    uint8_t *again;
+    int32_t *remade_starts;
+    int32_t *remade;
+    int32_t *position; /* by op: where it runs for the first time */
+
+    /* _recompute */
+    uint8_t *missing; /* by storage: HERE, MISSING or WANTED */
+    int32_t *stack;
+    uint64_t *burst; /* one bit per forward op; all clear between bursts */
+
+    /* _Lives */
+    int64_t *needs;
+    int32_t *last_touch;        /* by storage that a gradient is of */
+    int32_t *given_at;          /* by storage */
+    int32_t *gives_at;          /* by gradient; never descending, as gradients are given in order */
+    uint8_t *in_use;            /* by storage */
+    int32_t *first_use;         /* by storage that is away */
+    int32_t *fetched_at;        /* by storage: the first use of one that was sent */
+    int32_t *frees_starts;      /* by position; frees and sends are filled from the back. Re-runs' are sorted later */
+    int32_t *frees;
+    int32_t *sends_starts;
+    int32_t *sends;
+    int32_t *fetched_starts;
+    int32_t *fetched;
+    int32_t *frees_before_head; /* by position: a chain of storages, ascending */
+    int32_t *frees_before_next;
+    int32_t num_sent;
+
+    /* _Emitter */
+    int64_t clock_ps;
+    int64_t *free_ps;     /* by channel */
+    uint8_t *is_here;     /* by storage */
+    int32_t *ended;
+    int32_t *starts_head; /* by position: a chain of the fetches that start in front of it */
+    int32_t *starts_next;
+    Instruction *instructions;
+    int32_t num_instructions;
+
+    /* Transfers that linger: a queue per channel, in which ends never descend. */
+    int32_t *queue_head; /* by channel */
+    int32_t *queue_tail;
+    int32_t *queue_next; /* by storage */
+    int64_t *end_ps;     /* by storage */
+    int32_t *started;    /* by storage: how many transfers started before it */
+    int32_t *released;
+    int32_t num_started;
+    int32_t num_lingering;
+    int64_t lingering_bytes;
+
+    uint8_t *present; /* simulate: by storage */
+} Evaluator;
+
+enum { HERE, MISSING, WANTED };
+
+static inline Span list(Lists lists, int64_t index)
+{
+    return (Span){lists.items + lists.starts[index], lists.items + lists.starts[index + 1]};
+}
+
+static inline void reset_transfers(Evaluator *e)
+{
+    e->clock_ps = 0;
+    e->num_started = e->num_lingering = 0;
+    e->lingering_bytes = 0;
+    for (int64_t channel = 0; channel < e->problem.num_channels; channel++) {
+        e->free_ps[channel] = 0;
+        e->queue_head[channel] = -1;
+    }
+}
+
+static inline void transfer(Evaluator *e, int32_t storage, int32_t channel, int64_t duration_ps)
+{
+    int64_t start_ps = e->clock_ps > e->free_ps[channel] ? e->clock_ps : e->free_ps[channel];
+    e->free_ps[channel] = e->end_ps[storage] = start_ps + duration_ps;
+}
+
+/* Write the instructions for the states into e->instructions. */
+void memfit_lower(Evaluator *e);
+
+/* Run e->instructions on paper. */
+void memfit_simulate(Evaluator *e, Outcome *outcome);
+
+#endif
