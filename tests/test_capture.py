@@ -354,19 +354,6 @@ def test_a_step_prints_as_a_table() -> None:
     assert len(short) == 7 and "more ops" in short[-2]
 
 
-def test_the_program_of_a_step_is_json_tied_to_its_digest() -> None:
-    from memfit.plan.lower import lower_keep
-
-    step = memfit.capture(net(), (torch.randn(2, 3, 8, 8),))
-    program = lower_keep(step)
-    data = json.loads(json.dumps(program.to_dict()))
-    assert data["step"] == step.digest and ["boundary"] in data["instructions"]
-    assert sum(i[0] == "run" for i in data["instructions"]) == len(step.ops)
-    assert sum(i[0] == "give" for i in data["instructions"]) == len(step.gradients)
-    freed = [i[1] for i in data["instructions"] if i[0] == "free"]
-    assert len(freed) == len(set(freed))
-
-
 @pytest.mark.parametrize("kwargs", [{"x": torch.ones(3, 6)}, {"x": torch.ones(3, 6), "scale": 2.0}])
 def test_keywords_are_passed(kwargs: dict[str, Any]) -> None:
     model = seeded(lambda: Apply(lambda m, *, x, scale=1.0: x * m.w * scale, w=(6,)))

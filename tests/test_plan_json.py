@@ -16,8 +16,9 @@ from memfit.cost.costs import Costs, free_of_charge
 from memfit.errors import BadOption
 from memfit.plan.check import IllegalProgram
 from memfit.plan.decisions import Encode, EncodeThenOffload, Keep, Offload, Recompute, from_text, to_text
-from memfit.plan.lower import lower
+from memfit.plan.lower import lower, lower_keep
 from memfit.plan.plan import Plan, WrongPlan
+from memfit.plan.program import instructions_to_lists
 from memfit.plan.simulate import simulate
 
 STEP = planned_network("resnet18", batch=2, image=32)
@@ -47,6 +48,15 @@ def test_a_plan_is_plain_json() -> None:
     data = json.loads(a_plan().to_json())
     assert data["step"] == STEP.digest and data["torch"] == torch.__version__ and data["network"] == "resnet18"
     assert all(isinstance(entry[0], str) for entry in data["instructions"])
+
+
+def test_the_keep_program_as_json_runs_and_gives_everything_once() -> None:
+    data = json.loads(json.dumps(instructions_to_lists(lower_keep(STEP).instructions)))
+    assert data.count(["boundary"]) == 1
+    assert [i[1] for i in data if i[0] == "run"] == list(range(len(STEP.ops)))
+    assert [i[1] for i in data if i[0] == "give"] == list(range(len(STEP.gradients)))
+    freed = [i[1] for i in data if i[0] == "free"]
+    assert len(freed) == len(set(freed)) > 0
 
 
 def test_a_plan_for_another_step_is_refused() -> None:
