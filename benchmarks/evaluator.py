@@ -87,12 +87,15 @@ def measure(network: str) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("networks", nargs="*", default=NETWORKS, help=f"default: {' '.join(NETWORKS)}")
-    parser.add_argument("--json", action="store_true", help="one JSON object per network")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with a row for each network")
     options = parser.parse_args(argv)
+    rows = []
     for network in options.networks:
-        row = measure(network)
-        text = json.dumps(row) if options.json else "  ".join(f"{key} {value}" for key, value in row.items())
-        print(text, flush=True)
+        rows.append(measure(network))
+        if not options.json:
+            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    if options.json:
+        print(json.dumps({"rows": rows}, indent=2))
 
 
 if __name__ == "__main__":
