@@ -22,7 +22,8 @@ def choices(step: Step, storage: int, reruns: Reruns, tiers: list[str]) -> list[
     """Everything that may be decided about a storage."""
     found: list[Decision] = [Keep()]
     if storage in reruns.recomputable:
-        found.append(Recompute())
+        # Held at once, never, or from some backward op on.
+        found += [Recompute(), Recompute(len(step.ops)), Recompute((step.num_forward + len(step.ops)) // 2)]
     if not reruns.why_not_offload(storage):
         found += [Offload(tier) for tier in tiers]
     for name in CODECS:

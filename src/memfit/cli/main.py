@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from memfit.cli import capture, compare, demo, devices, plan, run, verify, zoo
+from memfit.cli import bench, capture, compare, demo, devices, plan, run, verify, zoo
 from memfit.cli.screen import Screen
 from memfit.errors import DoesNotFit, MemfitError
 
@@ -26,6 +26,7 @@ _COMMANDS = {
     "compare": (compare, "plan a training step by every policy, side by side"),
     "verify": (verify, "compare fitted training steps with eager's, bit for bit"),
     "run": (run, "train both ways; measure exactness, peak and time"),
+    "bench": (bench, "compute published tables anew, theirs beside ours"),
     "demo": (demo, "train one network both ways, in about a minute"),
 }
 _OK, _ERROR, _DOES_NOT_FIT, _INTERRUPTED, _BROKEN_PIPE = 0, 1, 2, 130, 141

@@ -15,7 +15,13 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Drop it after its last forward use; if backward needs it, make it again right before."""
+    """Drop it after its last forward use; if backward needs it, make it again right before.
+
+    Made again it is held until its last use. If it is made again for the sake of a backward op before `held_from`, it
+    is dropped after that, and made once more when it is needed once more: less memory for more compute.
+    """
+
+    held_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +56,10 @@ def to_text(decision: Decision) -> str:
     match decision:
         case Keep():
             return "keep"
-        case Recompute():
+        case Recompute(0):
             return "recompute"
+        case Recompute(held_from):
+            return f"recompute:{held_from}"
         case Offload(tier):
             return f"offload:{tier}"
         case Encode(codec):
@@ -68,10 +76,12 @@ def from_text(text: str) -> Decision:
             return Keep()
         case [("recompute", "")]:
             return Recompute()
+        case [("recompute", op)] if op.isdecimal() and int(op) > 0:
+            return Recompute(int(op))
         case [("offload", tier)] if tier:
             return Offload(tier)
         case [("encode", codec)] if codec:
             return Encode(codec)
         case [("encode", codec), ("offload", tier)] if codec and tier:
             return EncodeThenOffload(codec, tier)
-    raise BadOption(f"{text!r} is no decision. Decisions: keep, recompute, offload:TIER, encode:CODEC")
+    raise BadOption(f"{text!r} is no decision. Decisions: keep, recompute[:OP], offload:TIER, encode:CODEC")

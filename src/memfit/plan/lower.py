@@ -4,7 +4,7 @@ Three passes, each a plain walk, because the native evaluator does the same in C
 instruction:
 
 1. `_recompute`: walk the backward ops; in front of one whose operand was dropped, re-run what makes it, and before
-   that what makes its operands, in forward order.
+   that what makes its operands, in forward order. What a decision lets drop again is gone when that happens next.
 2. `_Lives`: the bytes at every op, when each storage is used for the last time in each of its lives, and when
    gradients can be given.
 3. `_Emitter`: write the instructions out. A send starts after the last forward use, and its bytes are released at the
@@ -75,11 +75,20 @@ def _recompute(problem: Problem, states: Sequence[int]) -> _Schedule:
     """Put re-runs in front of the backward ops that need them."""
     reruns, num_forward = problem.reruns, problem.num_forward
     schedule = _Schedule(list(range(num_forward)), [False] * num_forward, [()] * num_forward)
-    missing = [state == DROP and storage in reruns.recomputable for storage, state in enumerate(states)]
+    missing = [(state == DROP or state < 0) and s in reruns.recomputable for s, state in enumerate(states)]
+    held_from = {storage: -state for storage, state in enumerate(states) if state < 0}
+    passing: set[int] = set()  # made again, but not to be held: dropped when the next thing is, or when it will be held
     for op in range(num_forward, problem.num_ops):
         burst: set[int] = set()
         wanted: set[int] = set()
+        for storage in [s for s in passing if op >= held_from[s]]:
+            missing[storage] = True
+            passing.remove(storage)
         stack = [storage for storage in reruns.touches[op] if missing[storage]]
+        if stack:
+            for storage in passing - {*reruns.touches[op]}:
+                missing[storage] = True
+            passing &= {*reruns.touches[op]}
         while stack:
             storage = stack.pop()
             if storage in wanted:
@@ -99,6 +108,8 @@ def _recompute(problem: Problem, states: Sequence[int]) -> _Schedule:
             for storage in reruns.makes[again]:
                 if missing[storage] and all(w in burst for w in reruns.writers[storage]):
                     missing[storage] = False
+                    if op < held_from.get(storage, 0):
+                        passing.add(storage)
         schedule.ops.append(op)
         schedule.again.append(False)
         schedule.remade.append(())

@@ -12,6 +12,7 @@ from memfit.cost.costs import Costs
 from memfit.errors import DoesNotFit
 from memfit.plan.budget import Budget, optimizer_bytes
 from memfit.plan.check import check
+from memfit.plan.decisions import Decisions
 from memfit.plan.ledger import Ledger
 from memfit.plan.lower import lower
 from memfit.plan.plan import Plan
@@ -122,10 +123,11 @@ def plan_step(
     policy: str = "keep",
     budget: Budget | None = None,
     optimizer: str = "none",
+    decisions: Decisions | None = None,
 ) -> Planned:
     """The plan of that policy for the step at these costs, whether it fits the budget or not.
 
-    Without a budget, the device's own memory is the limit.
+    Without a budget, the device's own memory is the limit. Decisions that were taken already are not taken again.
     """
     start_s = time.perf_counter()
     chosen = policy_named(policy)
@@ -154,7 +156,8 @@ def plan_step(
         )
     # Programs know nothing of the optimizer's state: it is there, whatever they do.
     room = None if budget_bytes is None else max(budget_bytes - state_bytes, 0)
-    decisions = chosen.decide(step, costs, room)
+    if decisions is None:
+        decisions = chosen.decide(step, costs, None if budget is None else room)
     timeline = simulate(lower(step, decisions, costs, budget_bytes=room), costs) if decisions else keep
     program = timeline.program
     check(program, workspace_bytes=[c.workspace_bytes for c in costs.of(program.step)], peak_bytes=timeline.peak_bytes)
@@ -179,9 +182,11 @@ def plan_step(
     )
 
 
-def runnable_plan(step: Step, costs: Costs, *, policy: str, budget: Budget | None) -> Planned:
+def runnable_plan(
+    step: Step, costs: Costs, *, policy: str, budget: Budget | None, decisions: Decisions | None = None
+) -> Planned:
     """The same for a plan that is to be run here: raises DoesNotFit if it is larger than the budget."""
-    planned = plan_step(step, costs, policy=policy, budget=budget)
+    planned = plan_step(step, costs, policy=policy, budget=budget, decisions=decisions)
     if budget is not None:
         planned.require_fit()
     return planned

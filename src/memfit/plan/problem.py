@@ -13,7 +13,10 @@ from memfit.plan.decisions import Decisions, Keep, Offload, Recompute
 from memfit.plan.rerun import Reruns, tangent_storages
 
 KEEP, DROP, AWAY = 0, 1, 2
-"""The three states of a storage between the halves; from AWAY on it is AWAY + the number of the tier."""
+"""The three states of a storage between the halves; from AWAY on it is AWAY + the number of the tier.
+
+A negative state is DROP too: made again for an op before that number, it is dropped once more (see Recompute).
+"""
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,8 @@ class Problem:
             match decision:
                 case Keep():
                     why, state = "", KEEP
-                case Recompute():
-                    why, state = self.reruns.why_not_recompute(storage), DROP
+                case Recompute(held_from):
+                    why, state = self.reruns.why_not_recompute(storage), DROP if held_from <= 0 else -held_from
                 case Offload(tier):
                     self.costs.link(tier)
                     why, state = self.reruns.why_not_offload(storage), AWAY + self.tiers.index(tier)

@@ -17,7 +17,7 @@ from memfit.capture.trace import Capture, Incoming
 from memfit.errors import UnsupportedUse
 from memfit.plan.ledger import Ledger
 from memfit.plan.planner import Planned
-from memfit.plan.program import Program
+from memfit.plan.program import FetchStart, Program
 from memfit.run.codegen import Code, Observer, generate
 from memfit.run.feedback import Feedback
 from memfit.run.nodes import Call, Handover, Slice, StepWatch, attach
@@ -256,6 +256,7 @@ class _Variant:
         self.compiled = compiled
         self.arranged = compiled.arrange(base)
         self.names = {step.values[value].name for value in compiled.code.carried}
+        self.names |= {f"away_{i.storage}" for i in compiled.program.instructions if isinstance(i, FetchStart)}
         self.gives = compiled.receiver_names
 
     def slices(self, call: Call) -> list[Slice]:

@@ -19,9 +19,11 @@ from memfit.capture.trace import Capture, Incoming, Layout, capture_call, refuse
 from memfit.cost.costs import free_of_charge
 from memfit.cost.profile import measure
 from memfit.errors import MemfitError
+from memfit.plan.decisions import Decision
 from memfit.plan.ledger import Ledger
 from memfit.plan.options import Options
 from memfit.plan.planner import Planned, runnable_plan
+from memfit.plan.policies.registry import policy_named
 from memfit.run.compiled import Compiled
 from memfit.run.feedback import Feedback, Measured
 from memfit.run.observe import LiveBytes
@@ -144,16 +146,18 @@ class Fitted:
         devices = device_types([*inputs, *self.model.parameters()])
         state = autocast_state(devices)
 
-        def compile_for(model: nn.Module, call_args: Any, call_kwargs: Any, incoming: Incoming | None) -> Compiled:
+        def compile_for(
+            model: nn.Module, call_args: Any, call_kwargs: Any, incoming: Incoming | None, like: Compiled | None = None
+        ) -> Compiled:
             name = type(self.model).__name__
             captured = capture_call(model, call_args, call_kwargs, autocast=state, incoming=incoming, name=name)
             step = rewrite(captured.step, without=self.options.without)
-            return self._compile(captured, step, recapture, devices)
+            return self._compile(captured, step, recapture, devices, like)
 
         stand_in_args, stand_in_kwargs = _stand_ins(args, kwargs)
 
         def recapture(incoming: Incoming) -> Compiled:
-            return compile_for(compiled.capture.blueprint, stand_in_args, stand_in_kwargs, incoming)
+            return compile_for(compiled.capture.blueprint, stand_in_args, stand_in_kwargs, incoming, like=compiled)
 
         with self._lock:
             compiled = compile_for(self.model, args, kwargs, None)
@@ -164,16 +168,24 @@ class Fitted:
         log.info("captured %r; peak %s", compiled.program.step, compiled.ledger.describe_peak())
         return compiled
 
-    def _compile(self, captured: Capture, step: Step, recapture: Any, devices: tuple[str, ...]) -> Compiled:
-        """Plan the step and make the plan's program runnable."""
+    def _compile(
+        self, captured: Capture, step: Step, recapture: Any, devices: tuple[str, ...], like: Compiled | None
+    ) -> Compiled:
+        """Plan the step and make the plan's program runnable.
+
+        The backward half of `like` for other tangents must find what the forward half of `like` left: it is decided
+        about as there.
+        """
         options, path = self.options, f"fitted {type(self.model).__name__}"
-        # Without a budget nothing asks for seconds or workspaces, and nothing is measured.
-        costs = measure(step) if options.budget is not None else free_of_charge(step, tiers=TIERS)
-        planned = runnable_plan(step, costs, policy=options.policy, budget=options.budget)
+        # Where nothing asks for seconds or workspaces, nothing is measured.
+        is_measured = options.budget is not None or policy_named(options.policy).asks_costs
+        costs = measure(step) if is_measured else free_of_charge(step, tiers=TIERS)
+        decisions = None if like is None else _decisions_as_in(like, step)
+        planned = runnable_plan(step, costs, policy=options.policy, budget=options.budget, decisions=decisions)
         program, timeline = planned.program, planned.simulated
         compiled = Compiled(replace(captured, step=program.step), program, recapture, devices, path, tiers=TIERS)
         compiled.planned = planned
-        if options.budget is not None:
+        if is_measured:
             feedback = Feedback(timeline, costs, path)
             compiled.feedback, compiled.watch, compiled.observe = feedback, feedback.watch, feedback.observe
         if options.debug:
@@ -198,6 +210,15 @@ class Fitted:
                     self.options.max_captures,
                 )
         self._newest = compiled
+
+
+def _decisions_as_in(like: Compiled, step: Step) -> dict[int, Decision]:
+    """The same decisions for a step whose forward half is the same: storages are known by their first value's name."""
+    assert like.planned is not None and like.planned.plan is not None
+    plan = like.planned.plan
+    by_name = {plan.step.values[plan.step.storage[s].values[0]].name: d for s, d in plan.decisions.items()}
+    names = {storage.id: step.values[storage.values[0]].name for storage in step.storages}
+    return {storage: by_name[name] for storage, name in names.items() if name in by_name}
 
 
 def _stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

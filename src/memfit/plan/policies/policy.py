@@ -19,8 +19,10 @@ class Policy:
     Attributes:
         decide: (step, costs, budget in bytes or None) -> decisions. None for an account that no program can follow.
         summary: one line for people.
+        asks_costs: its decisions depend on seconds and workspaces, so that they must be measured before it is run.
     """
 
     name: str
     summary: str
     decide: Decide | None
+    asks_costs: bool = False
