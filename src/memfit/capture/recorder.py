@@ -188,7 +188,7 @@ class Recorder(TorchDispatchMode):
             return answer
         given = args
         args, kwargs = self._fake(args), {key: self._fake(arg) for key, arg in kwargs.items()}
-        out = func(*args, **kwargs)
+        out = _each_its_own(func(*args, **kwargs))
         outs = list(out) if isinstance(out, (tuple, list)) else [] if out is None else [out]
         makes_tensor = any(isinstance(o, torch.Tensor) for o in outs)
         if not makes_tensor and not written_arguments(target_of(func)) and out is not None:
@@ -378,3 +378,22 @@ class Recorder(TorchDispatchMode):
 
 def _layout(tensor: torch.Tensor) -> str:
     return "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.").replace("_", " ")
+
+
+def _each_its_own(out: Any) -> Any:
+    """The results with a tensor of its own in each place.
+
+    Some kernels' fakes return one tensor in two places where the kernel makes two: the biases' gradients of an LSTM.
+    """
+    if not isinstance(out, tuple) or len({id(o) for o in out if o is not None}) == sum(o is not None for o in out):
+        return out
+    seen: set[int] = set()
+    found = []
+    for result in out:
+        if isinstance(result, torch.Tensor) and id(result) in seen:
+            result = torch.empty_strided(
+                result.shape, result.stride(), dtype=result.dtype, device=result.device
+            ).requires_grad_(result.requires_grad)
+        seen.add(id(result))
+        found.append(result)
+    return tuple(found)

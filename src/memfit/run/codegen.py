@@ -98,7 +98,7 @@ def slices_of(program: Program) -> Iterator[Slice]:
         if number <= program.boundary:
             continue
         if isinstance(instruction, Give):
-            # One tensor given twice at once (an LSTM's biases) would be copied; given one after the other it is not.
+            # One tensor given twice at once would be copied both times; given one after the other it is only once.
             value = program.step.gradients[instruction.gradient].value
             if len(gives) == _MAX_GIVES or any(program.step.gradients[g].value == value for g in gives):
                 yield cut()
