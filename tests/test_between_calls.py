@@ -11,6 +11,7 @@ from equivalence import Apply
 from torch import nn
 
 import memfit
+from memfit.errors import BadOption
 
 
 def test_writing_into_one_of_two_outputs_that_share_memory_is_refused() -> None:
@@ -51,3 +52,17 @@ def test_a_tensor_inside_a_plain_object_can_be_swapped_between_calls(place: str)
             else:
                 arm.settings.more[0] = torch.full((4,), number)
         assert torch.equal(model(x), fitted(x))
+
+
+def test_writing_into_a_constant_that_backward_reads_is_refused() -> None:
+    scale = torch.full((4,), 3.0)
+    model = memfit.fit(Apply(lambda m, x: (x @ m.w) * scale, w=(4, 4)))
+    output = model(torch.randn(3, 4))
+    scale.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: 'constant_0' of the fitted module"):
+        output.square().sum().backward()
+
+
+def test_a_negative_time_for_measuring_is_refused() -> None:
+    with pytest.raises(BadOption, match="measure_s=-1: give seconds from 0"):
+        memfit.fit(nn.Linear(2, 2), measure_s=-1)

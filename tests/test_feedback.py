@@ -50,7 +50,7 @@ def test_after_three_steps_one_line_compares_prediction_and_measurement(caplog: 
 
 
 def test_without_a_budget_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.run.fitted.measure", lambda step: pytest.fail("measured"))
+    monkeypatch.setattr("memfit.run.fitted.measure", lambda step, **_: pytest.fail("measured"))
     model = memfit.fit(net())
     train(model, 4)
     assert model.memfit.measured is None

@@ -414,3 +414,9 @@ def test_ops_that_are_too_large_are_not_run(monkeypatch: pytest.MonkeyPatch) -> 
     costs = measure(step, max_op_bytes=100_000, cache=PriceCache(None))
     assert all(size <= 100_000 for size in ran) and costs.num_estimated >= 1
     assert any("need more than 0 MiB each: not run" in note for note in costs.notes)
+
+
+def test_codecs_are_measured_once() -> None:
+    step, kept = memfit.capture(nn.Linear(4, 4), (torch.randn(2, 4),)), PriceCache(None)
+    first, second = (measure(step, cap_s=0, cache=kept).codecs for _ in range(2))
+    assert first == second and first["mask"].encode_bytes_per_s > 0 and first["mask"].decode_bytes_per_s > 0

@@ -23,6 +23,7 @@ def fit(
     without: Iterable[str] = (),
     max_captures: int = 8,
     debug: bool = False,
+    measure_s: float = 60.0,
 ) -> M:
     """Make `model` train through memfit's own program, in place, and return it.
 
@@ -39,6 +40,7 @@ def fit(
         max_captures: how many kinds of arguments to keep captured.
         debug: prove every program legal before it runs, and hold the bytes that are really alive against the ledger
             at every instruction of every step. Slow.
+        measure_s: where a budget or the policy asks for costs, how long ops may be measured; the rest is estimated.
 
     Example:
         >>> model = memfit.fit(torch.nn.Linear(4, 2))
@@ -49,7 +51,7 @@ def fit(
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         wrapper = type(model).__name__
         raise BadOption(f"fit() takes the module inside {wrapper}: write {wrapper}(memfit.fit(model))")
-    options = Options(Budget.of(budget), policy, frozenset(without), max_captures, debug)
+    options = Options(Budget.of(budget), policy, frozenset(without), max_captures, debug, measure_s)
     if "memfit" in model.__dict__:
         unfit(model)
     elif hasattr(model, "memfit"):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from memfit.capture.step import Op, Step
+from memfit.codecs.registry import NAMES as CODECS
 from memfit.cost.costs import CodecRate, Costs, Link, OpCost, picoseconds
 from memfit.cost.links import DiskSpeed, measure_disk
 from memfit.cost.operands import Call, CannotRunAlone
@@ -84,6 +85,7 @@ def measure(
         workspace_note = _measure_ops(distinct, measured, cap_s, max_op_bytes, progress, cache, watch)
         links, link_notes = _links(cache)
         copy_bytes_per_s = cache.figure("copy_bytes_per_s", watch.copy_bytes_per_s)
+        codecs = {name: _codec_rate(name, cache, watch) for name in CODECS}
         prices = _estimate_rest(distinct, measured, cache, copy_bytes_per_s)
         by_signature = _with_handovers(distinct, prices, cache, watch)
     finally:
@@ -94,6 +96,7 @@ def measure(
         device="here",
         by_signature=by_signature,
         links=links,
+        codecs=codecs,
         default_codec=CodecRate(copy_bytes_per_s, copy_bytes_per_s),
         memory_bytes=_memory_bytes(),
         source="each kind of op measured alone on this machine's CPU",
@@ -254,6 +257,13 @@ def _links(cache: PriceCache) -> tuple[dict[str, Link], tuple[str, ...]]:
     except OSError as error:
         return {}, (f"no disk tier: {folder} cannot be measured ({error})",)
     return {"disk": speed.link()}, ()
+
+
+def _codec_rate(name: str, cache: PriceCache, watch: Stopwatch) -> CodecRate:
+    """How fast a codec is on this machine, measured once."""
+    encode = cache.figure(f"codec {name} encode_bytes_per_s", lambda: watch.codec_bytes_per_s(name)[0])
+    decode = cache.figure(f"codec {name} decode_bytes_per_s", lambda: watch.codec_bytes_per_s(name)[1])
+    return CodecRate(encode, decode)
 
 
 def _target(op_signature: str) -> str:

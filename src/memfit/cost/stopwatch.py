@@ -17,6 +17,7 @@ autograd takes to accept a gradient (`handover_s`).
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,9 @@ from typing import Any
 
 import torch
 
+from memfit.capture.needs import Gate, Need
+from memfit.codecs.codec import Reading
+from memfit.codecs.registry import codec
 from memfit.cost.operands import Call, Operands
 from memfit.torch_internals import AUTOCAST_DEVICES, below_autograd, no_autocast, real_tensors, resolve
 
@@ -38,6 +42,7 @@ _MAX_SWEEP_BYTES = 64 * 2**20
 _VIEWS_IN_A_ROW = 4  # they come in bunches, and only the first finds the interpreter swept out
 _NUM_LINKS = 16
 _FAULT_BYTES = 16 * 2**20
+_CODEC_BYTES = 16 << 20
 _COPY_BYTES = 64 * 2**20
 
 
@@ -91,6 +96,16 @@ class Stopwatch:
         """How fast a big tensor is copied."""
         source, target = _mapped(_COPY_BYTES).zero_(), _mapped(_COPY_BYTES).zero_()
         return _COPY_BYTES / min(_seconds(lambda: target.copy_(source)) for _ in range(3))
+
+    def codec_bytes_per_s(self, name: str) -> tuple[float, float]:
+        """How fast a codec encodes and decodes float32 behind a ReLU's gate, in bytes of the tensor."""
+        chosen = codec(name)
+        settings = chosen.settings([Reading(Need.SIGN, Gate(((-math.inf, 0.0, 0.0),), 1.0))])
+        tensor = torch.randn(_CODEC_BYTES // 4, generator=torch.Generator().manual_seed(0))
+        code, like = chosen.encode(tensor, settings), torch.empty_like(tensor)
+        encode_s = min(_seconds(lambda: chosen.encode(tensor, settings)) for _ in range(3))
+        decode_s = min(_seconds(lambda: chosen.decode(code, like, settings)) for _ in range(3))
+        return _CODEC_BYTES / encode_s, _CODEC_BYTES / decode_s
 
     def handover_s(self) -> float:
         """Seconds to hand one gradient over to autograd: making the node, and going from node to node in backward."""

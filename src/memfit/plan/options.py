@@ -19,6 +19,12 @@ class Options:
     without: frozenset[str] = field(default=frozenset())
     max_captures: int = 8
     debug: bool = False
+    measure_s: float = 60.0
+
+    @property
+    def asks_costs(self) -> bool:
+        """True if planning needs seconds and workspaces, which are then measured."""
+        return self.budget is not None or policy_named(self.policy).asks_costs
 
     def __post_init__(self) -> None:
         if policy_named(self.policy).decide is None:
@@ -29,3 +35,5 @@ class Options:
         check_names(self.without)
         if self.max_captures < 1:
             raise BadOption(f"max_captures={self.max_captures}: must be at least 1")
+        if not self.measure_s >= 0:
+            raise BadOption(f"measure_s={self.measure_s}: give seconds from 0 (estimate everything) up")

@@ -20,6 +20,7 @@ from memfit.plan.options import Options
 from memfit.report.arm import Arm
 from memfit.report.verify import Verdict, compare
 from memfit.resident import PIN, CannotMeasure, require_linux
+from memfit.run.feedback import NUM_WATCHED
 
 NUM_WARM_UP = 2
 
@@ -107,7 +108,10 @@ def measure_times(
     """
     pairs: list[tuple[float, float]] = []
     forwards_s: list[float] = []
-    total = NUM_WARM_UP + steps
+    assert fitted.fitted is not None
+    # Feedback watches the first steps, and may observe one op by op.
+    warm_up = NUM_WATCHED if fitted.fitted.options.asks_costs else NUM_WARM_UP
+    total = warm_up + steps
 
     def after_step(step: int) -> None:
         progress(f"step {step} of {total}, both ways")
@@ -117,7 +121,7 @@ def measure_times(
     verdict = compare(eager, fitted, steps=total, after_step=after_step)
     capture_s = max(forwards_s[0] - forwards_s[1], 0.0) if len(forwards_s) > 1 else forwards_s[0]
     # Arms that differ stop early: then the time of a warm-up step is better than none.
-    return Times.of(pairs[NUM_WARM_UP:] or pairs[-1:]), verdict, capture_s
+    return Times.of(pairs[warm_up:] or pairs[-1:]), verdict, capture_s
 
 
 def _fit_arguments(options: Options) -> dict[str, Any]:
@@ -126,6 +130,8 @@ def _fit_arguments(options: Options) -> dict[str, Any]:
         "policy": options.policy,
         "without": sorted(options.without),
         "max_captures": options.max_captures,
+        # As this process measured: times taken under a pinned malloc are worth nothing.
+        "measure_s": 0.0,
     }
 
 

@@ -82,6 +82,11 @@ class Code:
     trailing: tuple[int, ...]  # instructions after the last handing-over: there is nothing left for them to do
 
 
+def away_name(step: Step, storage: int) -> str:
+    """Where in S a storage that is away is found: by its first value, whose name backward has no part in."""
+    return f"away_{step.values[step.storage[storage].values[0]].name}"
+
+
 def slices_of(program: Program) -> Iterator[Slice]:
     """Cut the backward half after each handing-over."""
     held: list[Numbered] = []
@@ -282,16 +287,16 @@ class _Writer:
                     self._send(storage, tier)
                     self._observe(number)
                 case SendWait(storage):
-                    self._line(f"S['away_{storage}'].sent()")
+                    self._line(f"S[{away_name(self.step, storage)!r}].sent()")
                     self.live.discard(storage)
                     self._observe(number)
                 case FetchStart(storage):
                     self._come(storage, f"back_{storage}")
-                    self._line(f"{self.bases[storage]} = S['away_{storage}'].fetch()")
+                    self._line(f"{self.bases[storage]} = S[{away_name(self.step, storage)!r}].fetch()")
                     self._observe(number, {storage: self.bases[storage]})
                     self._line(f"del {self.bases[storage]}")
                 case FetchWait(storage):
-                    self._line(f"{self.bases[storage]} = S.pop('away_{storage}').fetched()")
+                    self._line(f"{self.bases[storage]} = S.pop({away_name(self.step, storage)!r}).fetched()")
                     self._carry_base(storage)
                     self._observe(number)
                 case Give() | Boundary():
@@ -383,7 +388,7 @@ class _Writer:
     def _send(self, storage: int, tier: str) -> None:
         """Hand the storage to its tier, which holds it from here on."""
         value = min(v for v in self.local if self.step.values[v].storage == storage)
-        self._line(f"S['away_{storage}'] = tiers[{tier!r}].send({self._name(value)})")
+        self._line(f"S[{away_name(self.step, storage)!r}] = tiers[{tier!r}].send({self._name(value)})")
         self._forget(storage)
 
     def _free(self, storage: int) -> None:

@@ -18,7 +18,7 @@ from memfit.errors import UnsupportedUse
 from memfit.plan.ledger import Ledger
 from memfit.plan.planner import Planned
 from memfit.plan.program import FetchStart, Program
-from memfit.run.codegen import Code, Observer, generate
+from memfit.run.codegen import Code, Observer, away_name, generate
 from memfit.run.feedback import Feedback
 from memfit.run.nodes import Call, Handover, Slice, StepWatch, attach
 from memfit.tiers.tier import Tier
@@ -151,6 +151,7 @@ class Compiled:
             values.update((name, outputs[i].detach()) for name, i in self._carried_outputs)
             watched = [(name, values[name]) for name in self._watched]
             watched += [(f"output {i}", outputs[i].detach()) for i in self._shared_outputs]
+            watched += self._constants  # the other sources are kept by autograd, which watches them itself
             call = Call(values, self._tangent_names, watched, self._begin, self.devices, self.path, watch)
             shared = [(name, sources[i]) for name, i in self._shared_sources]
             attach(call, outputs, self._groups_of_output, self._handovers, sources, shared)
@@ -256,7 +257,8 @@ class _Variant:
         self.compiled = compiled
         self.arranged = compiled.arrange(base)
         self.names = {step.values[value].name for value in compiled.code.carried}
-        self.names |= {f"away_{i.storage}" for i in compiled.program.instructions if isinstance(i, FetchStart)}
+        fetched = [i.storage for i in compiled.program.instructions if isinstance(i, FetchStart)]
+        self.names |= {away_name(step, storage) for storage in fetched}
         self.gives = compiled.receiver_names
 
     def slices(self, call: Call) -> list[Slice]:

@@ -24,6 +24,8 @@ from memfit.run.observe import Transients
 log = logging.getLogger("memfit")
 
 _NUM_STEPS = 3  # the first grows the process, the others are timed
+NUM_WATCHED = _NUM_STEPS + 1
+"""Steps that are not like all others: those, and one that may be observed op by op."""
 _TOLERANCE, _SLACK_BYTES = 0.05, 8 << 20
 _NOISE_BYTES = 1 << 20
 
@@ -102,7 +104,7 @@ class Feedback:
         self.measured = Measured(predicted, self._growth_bytes, self.timeline.step_s, min(self._seconds[1:]))
         log.info("%s: %s", self.path, self.measured.line)
         if self._growth_bytes is not None and self._growth_bytes > predicted * (1 + _TOLERANCE) + _SLACK_BYTES:
-            log.warning(
+            log.info(
                 "%s grew by %.1f MiB, the plan said %.1f. The next step is observed op by op; the next plan uses "
                 "what is learnt",
                 self.path,
@@ -113,7 +115,7 @@ class Feedback:
 
     def _correct(self, op: int, held_bytes: int) -> None:
         known = self.timeline.program.step.ops[op]
-        log.info("workspace of %s in '%s' corrected to %s bytes", known.target, known.path, f"{held_bytes:,}")
+        log.warning("workspace of %s in '%s' corrected to %s bytes", known.target, known.path, f"{held_bytes:,}")
         if self.measured is not None:
             self.measured = replace(self.measured, num_corrected=self.measured.num_corrected + 1)
 

@@ -23,7 +23,6 @@ from memfit.plan.decisions import Decision
 from memfit.plan.ledger import Ledger
 from memfit.plan.options import Options
 from memfit.plan.planner import Planned, runnable_plan
-from memfit.plan.policies.registry import policy_named
 from memfit.run.compiled import Compiled
 from memfit.run.feedback import Feedback, Measured
 from memfit.run.observe import LiveBytes
@@ -178,14 +177,21 @@ class Fitted:
         """
         options, path = self.options, f"fitted {type(self.model).__name__}"
         # Where nothing asks for seconds or workspaces, nothing is measured.
-        is_measured = options.budget is not None or policy_named(options.policy).asks_costs
-        costs = measure(step) if is_measured else free_of_charge(step, tiers=TIERS)
+        if options.asks_costs:
+            log.info(
+                "measuring the ops of %s, for at most %g s; what was measured before is on disk",
+                path,
+                options.measure_s,
+            )
+            costs = measure(step, cap_s=options.measure_s)
+        else:
+            costs = free_of_charge(step, tiers=TIERS)
         decisions = None if like is None else _decisions_as_in(like, step)
         planned = runnable_plan(step, costs, policy=options.policy, budget=options.budget, decisions=decisions)
         program, timeline = planned.program, planned.simulated
         compiled = Compiled(replace(captured, step=program.step), program, recapture, devices, path, tiers=TIERS)
         compiled.planned = planned
-        if is_measured:
+        if options.asks_costs:
             feedback = Feedback(timeline, costs, path)
             compiled.feedback, compiled.watch, compiled.observe = feedback, feedback.watch, feedback.observe
         if options.debug:
