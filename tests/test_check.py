@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import Apply, bits, seeded
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
-from torch import nn
+from check_programs import (
+    LEGAL,
+    MODELS,
+    ROWS,
+    after,
+    before,
+    broken,
+    chain_recomputed,
+    insert,
+    keep,
+    made_by,
+    net_offloaded,
+    net_recomputed,
+    offload,
+    op_of,
+    recompute,
+    saved,
+    source_of,
+    step_of,
+    swapped,
+    without,
+)
+from equivalence import Apply, seeded
 
 import memfit
 from memfit.capture.rewrites import rewrite
-from memfit.capture.step import Ghost, Half, Origin, Step, map_refs
+from memfit.capture.step import Ghost, Half, Origin
 from memfit.errors import BadOption, MemfitError
-from memfit.plan.check import IllegalProgram, Rule, check
+from memfit.plan.check import Rule, check
 from memfit.plan.program import (
     Boundary,
     FetchStart,
@@ -32,189 +49,7 @@ from memfit.plan.program import (
     SendStart,
     SendWait,
 )
-from memfit.torch_internals import normalised, resolve
-
-# --- steps -----------------------------------------------------------------------------------------------------------
-
-
-def net(**options: Any) -> nn.Module:
-    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, **options), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten()
-    return nn.Sequential(*layers, nn.Linear(36, 2))
-
-
-def tied(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return F.dropout(F.linear(F.relu(F.linear(x, m.w)), m.w.t()), 0.5) + m.b
-
-
-def chain(m: Any, x: torch.Tensor) -> torch.Tensor:
-    y = x * m.w
-    return y.add_(1).sigmoid_() * m.v * m.v
-
-
-def views_of_one_buffer() -> nn.Module:
-    flat = torch.randn(12)
-    return Apply(lambda m, x: (x * m.w).sin() * m.v, w=nn.Parameter(flat[:6]), v=nn.Parameter(flat[6:]))
-
-
-IMAGE, ROWS = (2, 3, 8, 8), (3, 6)
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "net": (net, IMAGE),
-    "net in evaluation": (lambda: net().eval(), IMAGE),
-    "net without statistics": (lambda: net(track_running_stats=False), IMAGE),
-    "tied": (lambda: Apply(tied, w=(5, 6), b=(6,)), ROWS),
-    "chain": (lambda: Apply(chain, w=(6,), v=(6,)), ROWS),
-    "written input": (lambda: Apply(lambda m, x: x.mul_(2).sin() * m.w, w=(6,)), ROWS),
-    "tangent as gradient": (lambda: Apply(lambda m, x: x * m.w + m.b, w=(6,), b=(3, 6)), ROWS),
-    "one buffer": (views_of_one_buffer, ROWS),
-    "layer norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU()), ROWS),
-    "two outputs": (lambda: Apply(lambda m, x: ((x * m.w).exp(), (x * m.v)[0]), w=(6,), v=(6,)), ROWS),
-}
-
-
-@cache
-def step_of(name: str) -> Step:
-    build, shape = MODELS[name]
-    return memfit.capture(seeded(build), (torch.randn(shape),), name=name)
-
-
-def op_of(step: Step, name: str, half: Half = Half.FORWARD, nth: int = 0) -> int:
-    return [i for i, op in enumerate(step.ops) if op.half is half and op.target.split(".")[1] == name][nth]
-
-
-def made_by(step: Step, op: int, nth: int = 0) -> int:
-    return step.values[step.ops[op].made[nth]].storage
-
-
-def source_of(step: Step, name: str) -> int:
-    (found,) = [step.values[source.value].storage for source in step.sources if source.name == name]
-    return found
-
-
-def saved(step: Step) -> list[int]:
-    """Storages that are made in the forward half, read in the backward half and handed out to nobody."""
-    return [
-        s.id
-        for s in step.storages
-        if s.maker is not None and s.maker < step.num_forward and s.first_backward is not None and s.id not in step.kept
-    ]
-
-
-# --- legal programs, by hand -----------------------------------------------------------------------------------------
-
-
-def keep(step: Step) -> Program:
-    """Run every op in order, give each gradient and free each storage as soon as that is legal."""
-    return Program(step, tuple(_keep(step)))
-
-
-def _keep(step: Step) -> Iterator[Instruction]:
-    touched: dict[int, int] = {}
-    for index, op in enumerate(step.ops):
-        touched |= dict.fromkeys((step.values[v].storage for v in (*op.reads(), *op.made)), index)
-    owned = {step.values[s.value].storage for s in step.sources if s.origin is not Origin.TANGENT}
-    owned |= {step.values[v].storage for v in (*step.outputs, *(g.value for g in step.first_parts))}
-    parts = [step.values[g.value].storage for g in step.gradients]
-    last = {gradient.of: index for index, gradient in enumerate(step.gradients)}
-    num_given = 0
-    freed = set(owned)
-
-    def ready(gradient: int, now: int) -> bool:
-        writers = [i for i, op in enumerate(step.ops) if parts[gradient] in op.writes]
-        of = step.gradients[gradient].of
-        is_last = last[of] == gradient
-        is_read_later = is_last and touched.get(step.values[of].storage, -1) > now
-        # A gradient that later ops read would be cloned by autograd; as here, it may be given all the same.
-        made = [i for i, op in enumerate(step.ops) for v in op.made if v == step.gradients[gradient].value]
-        return max((*writers, *made), default=-1) <= now and not is_read_later
-
-    for now in range(len(step.ops)):
-        if now == step.num_forward:
-            yield Boundary()
-        yield Run(now)
-        if now < step.num_forward:
-            pending = set(parts)
-        else:
-            while num_given < len(parts) and ready(num_given, now):
-                yield Give(num_given)
-                num_given += 1
-            pending = set(parts[num_given:])
-        for storage in sorted(s for s, end in touched.items() if end <= now and s not in freed | pending):
-            freed.add(storage)
-            yield Free(storage)
-
-
-def insert(program: Program, at: int, *instructions: Instruction) -> Program:
-    return Program(program.step, (*program.instructions[:at], *instructions, *program.instructions[at:]))
-
-
-def without(program: Program, *dropped: Instruction) -> Program:
-    assert all(program.instructions.count(instruction) == 1 for instruction in dropped)
-    return Program(program.step, tuple(i for i in program.instructions if i not in dropped))
-
-
-def before(program: Program, anchor: Instruction, *instructions: Instruction) -> Program:
-    return insert(program, program.instructions.index(anchor), *instructions)
-
-
-def after(program: Program, anchor: Instruction, *instructions: Instruction) -> Program:
-    return insert(program, program.instructions.index(anchor) + 1, *instructions)
-
-
-def swapped(program: Program, first: int, second: int) -> Program:
-    listed = list(program.instructions)
-    listed[first], listed[second] = listed[second], listed[first]
-    return Program(program.step, tuple(listed))
-
-
-def offload(program: Program, storage: int, tier: str = "ram") -> Program:
-    """Send the storage after its last use in the forward half, fetch it before its first in the backward half."""
-    life = program.step.storage[storage]
-    program = after(program, Run(life.last_forward), SendStart(storage, tier))
-    program = before(program, Boundary(), SendWait(storage))
-    return before(program, Run(life.first_backward), FetchStart(storage, tier), FetchWait(storage))
-
-
-def recompute(program: Program, storage: int, *ops: int) -> Program:
-    """Free the storage after its last use in the forward half, run the ops again before its first in the backward."""
-    life = program.step.storage[storage]
-    program = after(program, Run(life.last_forward), Free(storage))
-    return before(program, Run(life.first_backward), *(Run(op, again=True) for op in ops))
-
-
-def net_offloaded() -> Program:
-    return offload(keep(step_of("net")), made_by(step_of("net"), op_of(step_of("net"), "convolution")))
-
-
-def net_recomputed(name: str = "net") -> Program:
-    """Batch norm's output, overwritten by ReLU, is made again by both; its saved statistics are kept."""
-    step = step_of(name)
-    norm = op_of(step, "native_batch_norm")
-    return recompute(keep(step), made_by(step, norm), norm, op_of(step, "relu_"))
-
-
-def chain_recomputed() -> Program:
-    step = step_of("chain")
-    product = op_of(step, "mul")
-    return recompute(keep(step), made_by(step, product), product, op_of(step, "add_"), op_of(step, "sigmoid_"))
-
-
-LEGAL: dict[str, Callable[[], Program]] = {
-    **{f"keep {name}": (lambda name=name: keep(step_of(name))) for name in MODELS},
-    "net offloaded": net_offloaded,
-    "net recomputed": net_recomputed,
-    "net in evaluation recomputed": lambda: net_recomputed("net in evaluation"),
-    "net without statistics recomputed": lambda: net_recomputed("net without statistics"),
-    "chain recomputed": chain_recomputed,
-}
-
-
-def broken(program: Program, rule: Rule, text: str, **options: Any) -> IllegalProgram:
-    """The error that the checker raises: of this rule, with this text."""
-    with pytest.raises(IllegalProgram) as caught:
-        check(program, **options)
-    assert caught.value.rule is rule and text in str(caught.value), str(caught.value)
-    return caught.value
-
+from memfit.torch_internals import normalised
 
 # --- what is legal ---------------------------------------------------------------------------------------------------
 
@@ -718,200 +553,3 @@ def test_nothing_is_left_in_a_tier_or_on_its_way() -> None:
     left = before(without(program, Free(storage)), program.instructions[-1], *once_more)
     broken(left, Rule.END, "its copy is left in 'disk'")
     broken(insert(left, end + 1, FetchStart(storage, "disk")), Rule.END, "its fetch is never waited for")
-
-
-# --- what is accepted computes the step ------------------------------------------------------------------------------
-
-
-class Machine:
-    """Follows a program with real tensors, as unkindly as the rules allow: arrivals are late, given sources are ruined.
-
-    It checks nothing. What it computes, or that it fails, is the truth the checker is held against.
-    """
-
-    def __init__(self, step: Step) -> None:
-        self.step = step
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        self.copies: dict[tuple[int, str], bytes] = {}
-        self.arriving: dict[int, bytes] = {}
-        self.sending: dict[int, tuple[str, bytes]] = {}
-        self.handed_out: dict[str, Any] = {}
-        self.makers: dict[int, int] = {}
-        for index, op in enumerate(step.ops):
-            for value in op.made:
-                self.makers.setdefault(step.values[value].storage, index)
-        torch.manual_seed(0)
-        self._bring([s.value for s in step.sources if s.origin is not Origin.TANGENT])
-
-    def result(self, program: Program) -> dict[str, Any]:
-        """Bits of everything the step hands out, with the storages that are left."""
-        for instruction in program.instructions:
-            self._follow(instruction)
-        for index, value in enumerate(self.step.outputs):
-            self.handed_out[f"output {index}"] = bits(self._tensor(value))
-        for source in self.step.sources:
-            if source.origin is not Origin.TANGENT:
-                self.handed_out.setdefault(f"source {source.name}", bits(self._tensor(source.value)))
-        assert not self.copies and not self.arriving and not self.sending
-        return self.handed_out | {"left": set(self.storages)}
-
-    def _follow(self, instruction: Instruction) -> None:
-        match instruction:
-            case Run(op, again):
-                self._run(op, again)
-            case Boundary():
-                self._bring([s.value for s in self.step.sources if s.origin is Origin.TANGENT])
-            case Free(storage):
-                del self.storages[storage]
-            case SendStart(storage, tier):
-                self.sending[storage] = tier, bytes(self.storages[storage])
-            case SendWait(storage):
-                tier, content = self.sending.pop(storage)
-                assert bytes(self.storages.pop(storage)) == content, "written while it was sent"
-                self.copies[storage, tier] = content
-            case FetchStart(storage, tier):
-                assert storage not in self.storages
-                self.arriving[storage] = self.copies.pop((storage, tier))
-                self.storages[storage] = _ruins(len(self.arriving[storage]))
-            case FetchWait(storage):
-                content = self.arriving.pop(storage)
-                torch.empty(0, dtype=torch.uint8).set_(self.storages[storage]).copy_(_bytes(content))
-            case Give(gradient):
-                self._give(gradient)
-
-    def _run(self, index: int, again: bool) -> None:
-        op = self.step.ops[index]
-        args, kwargs = op.args, dict(op.kwargs)
-        if (
-            again
-            and op.target == "aten.native_batch_norm.default"
-            and normalised(op.target, args, op.kwargs)["training"]
-        ):
-            args = (*args[:3], None, None, *args[5:])
-        with torch.no_grad():
-            made = resolve(op.target)(*self._real(args), **{key: self._real(arg) for key, arg in kwargs.items()})
-        for value, tensor in zip(op.outputs, made if op.returns_many else [made], strict=True):
-            if value is not None and self.makers.get(self.step.values[value].storage) == index:
-                assert tensor.stride() == self.step.values[value].stride
-                self.storages.setdefault(self.step.values[value].storage, tensor.untyped_storage())
-
-    def _give(self, gradient: int) -> None:
-        entry = self.step.gradients[gradient]
-        self.handed_out[f"gradient {gradient}"] = bits(self._tensor(entry.value))
-        if not any(later.of == entry.of for later in self.step.gradients[gradient + 1 :]):
-            source = self.step.source_of[entry.of]
-            self.handed_out[f"source {source.name}"] = bits(self._tensor(entry.of))
-            self._tensor(entry.of).fill_(float("nan"))
-
-    def _real(self, arg: Any) -> Any:
-        return map_refs(arg, lambda ref: self._tensor(ref.value))
-
-    def _tensor(self, value: int) -> torch.Tensor:
-        v = self.step.values[value]
-        return torch.empty(0, dtype=v.dtype).set_(self.storages[v.storage], v.offset, v.shape, v.stride)
-
-    def _bring(self, values: list[int]) -> None:
-        for value in values:
-            storage = self.step.values[value].storage
-            self.storages.setdefault(storage, _ruins(self.step.storage_bytes[storage]))
-            tensor = self._tensor(value)
-            generator = torch.Generator().manual_seed(value)
-            if tensor.is_floating_point():
-                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.1)
-            else:
-                tensor.zero_()
-
-
-def _bytes(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _ruins(num_bytes: int) -> torch.UntypedStorage:
-    return torch.full((num_bytes,), 0xFF, dtype=torch.uint8).untyped_storage()
-
-
-@cache
-def legal(name: str) -> Program:
-    return LEGAL[name]()
-
-
-@cache
-def expected(model: str) -> dict[str, Any]:
-    return Machine(step_of(model)).result(keep(step_of(model)))
-
-
-@pytest.mark.parametrize("name", LEGAL)
-def test_a_legal_program_computes_the_step(name: str) -> None:
-    program = legal(name)
-    result = Machine(program.step).result(program)
-    assert result == expected(program.step.name)
-    assert result["left"] == check(program).live
-
-
-Change = tuple[str, int, int]
-CHANGES = st.tuples(st.sampled_from(["drop", "double", "swap", "move"]), st.integers(0, 400), st.integers(0, 400))
-
-
-def changed(program: Program, change: Change) -> Program:
-    kind, first, second = change
-    count = len(program.instructions)
-    first, second = first % count, second % count
-    moved = program.instructions[first]
-    rest = Program(program.step, program.instructions[:first] + program.instructions[first + 1 :])
-    match kind:
-        case "drop":
-            return rest
-        case "double":
-            return insert(program, second, moved)
-        case "swap":
-            return swapped(program, first, second)
-        case _:
-            return insert(rest, second, moved)
-
-
-def verdict(program: Program) -> str:
-    """What the checker says: the rule that is broken, or "legal", which must then be true to the bit."""
-    try:
-        proof = check(program)
-    except IllegalProgram as error:
-        return error.rule.name
-    result = Machine(program.step).result(program)
-    assert result == expected(program.step.name) and result["left"] == proof.live
-    return "legal"
-
-
-# Changes that can be legal: to repeat a re-run, which costs but does no harm; to let instructions change places that do
-# not concern each other (two frees, a free and an op on other storages, a send and the ops meanwhile).
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(name=st.sampled_from(sorted(LEGAL)), change=CHANGES)
-def test_a_changed_program_is_refused_or_still_computes_the_step(name: str, change: Change) -> None:
-    program = legal(name)
-    said = verdict(changed(program, change))
-    event(f"{change[0]}: {said}")
-    if change[0] in ("drop", "double") and said == "legal":
-        moved = program.instructions[change[1] % len(program.instructions)]
-        assert isinstance(moved, Run) and moved.again
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(name=st.sampled_from(sorted(LEGAL)), changes=st.lists(CHANGES, min_size=2, max_size=4))
-def test_a_program_changed_often_is_refused_or_still_computes_the_step(name: str, changes: list[Change]) -> None:
-    program = legal(name)
-    for change in changes:
-        program = changed(program, change)
-    event(verdict(program))
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(name=st.sampled_from(sorted(LEGAL)), data=st.data())
-def test_legal_steps_away_from_a_legal_program_compute_the_step(name: str, data: st.DataObject) -> None:
-    # A walk through the legal programs: each small move that the checker allows is kept, so that many add up.
-    program = legal(name)
-    for start in data.draw(st.lists(st.integers(0, 400), min_size=5, max_size=15)):
-        near = start % (len(program.instructions) - 1)
-        moved = swapped(program, near, near + 1)
-        if verdict(moved) == "legal":
-            program = moved
-    event("moved" if program != legal(name) else "stayed")
