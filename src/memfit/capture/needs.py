@@ -8,8 +8,8 @@ This file is the one table of such facts; everything not in it needs VALUE, whic
     -> {"grad_output": VALUE, "self": SIGN, "threshold": VALUE}
 
 It is pure data: no torch, and tensors among the arguments may be anything (fake tensors, graph nodes, names).
-`tests/test_needs.py` holds every row against the real CPU kernel, in both states of its condition. On CUDA the rows
-are what the kernels' formulas say, but no test of ours has run there.
+`tests/test_needs_table.py` holds every row against the real CPU kernel, in both states of its condition. On CUDA the
+rows are what the kernels' formulas say, but no test of ours has run there.
 
 [Note: left at VALUE on purpose]
 - log_sigmoid_backward: what it reads of `self` and of `buffer` depends on the device, which a row cannot see.
