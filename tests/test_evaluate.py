@@ -27,7 +27,7 @@ import memfit
 from memfit import zoo
 from memfit.capture.rewrites import rewrite
 from memfit.capture.rewrites.proof import AssumedProofs
-from memfit.cost.costs import Link, OpCost, free_of_charge
+from memfit.cost.costs import Link, OpCost, free_of_charge, priced_calls
 from memfit.cost.signature import signature
 from memfit.errors import BadOption
 from memfit.native import library
@@ -95,7 +95,7 @@ def priced(step: memfit.Step, links: Mapping[str, Link], rng: random.Random) -> 
     largest = max(step.storage_bytes, default=0)
     some_bytes = rng.choice(step.storage_bytes)  # what a transfer takes at a gigabyte per second, an op may take too
     times_ps, workspaces = (0, 1000, 10**6, rng.randrange(10**9), some_bytes * 1000), (0, 0, largest // 3)
-    prices = {signature(step, op): OpCost(rng.choice(times_ps), rng.choice(workspaces)) for op in step.ops}
+    prices = {signature(step, op): OpCost(rng.choice(times_ps), rng.choice(workspaces)) for op in priced_calls(step)}
     return Problem.of(step, replace(free_of_charge(step), by_signature=prices, links=links))
 
 

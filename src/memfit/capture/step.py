@@ -133,6 +133,7 @@ class Op:
     source: str
     writes: tuple[int, ...] = ()
     random: bool = False
+    again: str = ""  # another op to make its result again with, see rerun_form.py
 
     def operands(self) -> Iterator[tuple[str, Any]]:
         """Arguments with a label each: the position, or the keyword."""
@@ -331,6 +332,7 @@ class Step:
                     op.half.value,
                     op.path,
                     list(op.writes),
+                    op.again,
                 ]
                 for op in self.ops
             ],

@@ -6,9 +6,10 @@ native evaluator and the checker agree exactly, on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
+from memfit.capture.rerun_form import rerun_form
 from memfit.capture.step import Op, Step
 from memfit.cost.signature import signature
 from memfit.errors import MemfitError
@@ -23,11 +24,19 @@ def picoseconds(duration_s: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """One op run alone: how long it takes, and what it holds beyond its operands and results while it runs."""
+    """One op run alone: how long it takes, and what it holds beyond its operands and results while it runs.
+
+    `rerun_ps` is how long it takes in the form it is run again in; None: as long as the first time.
+    """
 
     time_ps: int
     workspace_bytes: int = 0
     is_estimated: bool = False
+    rerun_ps: int | None = None
+
+    @property
+    def again_ps(self) -> int:
+        return self.time_ps if self.rerun_ps is None else self.rerun_ps
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,13 @@ class Costs:
         if op.target.startswith("memfit."):
             return self._of_codec(step, op)
         try:
-            return self.by_signature[signature(step, op)]
+            cost = self.by_signature[signature(step, op)]
+            if not op.again:
+                return cost
+            again = self.by_signature[signature(step, rerun_form(op))]
+            return replace(
+                cost, workspace_bytes=max(cost.workspace_bytes, again.workspace_bytes), rerun_ps=again.time_ps
+            )
         except KeyError:
             raise MemfitError(
                 f"the costs of '{self.device}' do not cover op {index} of the step, {op.target} in module "
@@ -117,8 +132,17 @@ class Costs:
         return sum(cost.is_estimated for cost in self.by_signature.values())
 
 
+def priced_calls(step: Step) -> Iterator[Op]:
+    """The calls that a price list must cover: the step's ops, and others that are run again in their place."""
+    for op in step.ops:
+        if not op.target.startswith("memfit."):  # codecs have rates
+            yield op
+            if op.again:
+                yield rerun_form(op)
+
+
 def free_of_charge(step: Step, *, tiers: Iterable[str] = ()) -> Costs:
     """Costs under which every op takes one microsecond and no workspace: for questions of bytes only."""
-    prices = {signature(step, op): OpCost(1_000_000) for op in step.ops if not op.target.startswith("memfit.")}
+    prices = {signature(step, op): OpCost(1_000_000) for op in priced_calls(step)}
     links = {tier: Link(tier, tier, tier, 1e9, 1e9) for tier in tiers}
     return Costs("none", prices, links, source="every op a microsecond, no workspace")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from memfit.capture.step import Op, Step
 from memfit.codecs.registry import NAMES as CODECS
-from memfit.cost.costs import CodecRate, Costs, Link, OpCost, picoseconds
+from memfit.cost.costs import CodecRate, Costs, Link, OpCost, picoseconds, priced_calls
 from memfit.cost.links import DiskSpeed, measure_disk
 from memfit.cost.operands import Call, CannotRunAlone
 from memfit.cost.price_cache import PriceCache
@@ -114,9 +114,8 @@ def underestimated(op_signature: str, workspace_bytes: int, *, cache: PriceCache
 def _distinct(step: Step) -> list[_Distinct]:
     """The step's signatures, each with the first of its ops for an example."""
     ops: dict[str, list[Op]] = defaultdict(list)
-    for op in step.ops:
-        if not op.target.startswith("memfit."):
-            ops[signature(step, op)].append(op)
+    for op in priced_calls(step):
+        ops[signature(step, op)].append(op)
     found = []
     for name, same in ops.items():
         try:

@@ -20,7 +20,7 @@ import torch
 
 from memfit.capture.step import Op, Step
 from memfit.cost.convolutions import Convolution, convolution_of
-from memfit.cost.costs import CodecRate, Costs, Link, OpCost, picoseconds
+from memfit.cost.costs import CodecRate, Costs, Link, OpCost, picoseconds, priced_calls
 from memfit.cost.devices import Device
 from memfit.cost.flops import Work, arithmetic_of
 from memfit.cost.signature import signature
@@ -38,8 +38,8 @@ def roofline(step: Step, device: Device, *, workspace: str = FASTEST) -> Costs:
         raise BadOption(f"workspace={workspace!r}: unknown. Convolutions have: {', '.join(WORKSPACES)}")
     prices: dict[str, OpCost] = {}
     convolutions: list[Convolution] = []
-    for op in step.ops:
-        if op.target.startswith("memfit.") or (key := signature(step, op)) in prices:
+    for op in priced_calls(step):
+        if (key := signature(step, op)) in prices:
             continue
         prices[key] = _price(step, op, device, workspace)
         if (convolution := convolution_of(step, op)) is not None:

@@ -37,9 +37,11 @@ typedef struct {
     Lists source_touches;     /* by op: the storages it uses that a gradient is of */
     Lists rerun_source_touches;
     Lists makes;              /* by op: the storages that are new with it */
+    Lists rerun_makes;        /* by forward op: the storages that are new when it is run again */
     Lists made;               /* by op: the storages of all its results, for the ledger */
     Lists writers;            /* by storage: the forward ops that make and write it; none if it is not the step's own */
     const int64_t *op_ps;
+    const int64_t *rerun_ps;
     const int64_t *workspace_bytes;
     const int64_t *storage_bytes;
     const uint8_t *is_recomputable;

@@ -80,7 +80,7 @@ static void append_burst(Evaluator *e, int32_t first_word, int32_t last_word)
     for (int32_t word = first_word; word <= last_word; word++)
         for (uint64_t bits = e->burst[word]; bits; bits &= bits - 1) {
             int32_t again = word * 64 + __builtin_ctzll(bits);
-            Span makes = list(e->problem.makes, again);
+            Span makes = list(e->problem.rerun_makes, again);
             for (const int32_t *s = makes.begin; s < makes.end; s++)
                 if (e->missing[*s] != HERE && is_whole(e, *s)) {
                     e->remade[e->num_remade++] = *s; /* lives on, asked for or not */
@@ -257,7 +257,7 @@ static void lives_count(Evaluator *e)
         live += p->is_present[s] ? p->storage_bytes[s] : 0;
     for (int32_t k = 0; k < e->length; k++) {
         int32_t op = e->ops[k];
-        int64_t made_bytes = bytes_of(e, list(p->makes, op)), discarded_bytes = 0;
+        int64_t made_bytes = bytes_of(e, list(e->again[k] ? p->rerun_makes : p->makes, op)), discarded_bytes = 0;
         if (k == p->num_forward)
             live += bytes_of(e, (Span){p->tangents, p->tangents + p->num_tangents});
         if (k >= p->num_forward) {
@@ -410,7 +410,7 @@ static void plan_fetches(Evaluator *e)
         int32_t count = release(e, e->needs[k]);
         for (int32_t i = 0; i < count; i++)
             start_first(e, k + 1, e->released[i]);
-        e->clock_ps += p->op_ps[e->ops[k]];
+        e->clock_ps += (e->again[k] ? p->rerun_ps : p->op_ps)[e->ops[k]];
         Span fetched = fetched_for(e, k);
         for (const int32_t *s = fetched.end; s-- > fetched.begin;) {
             int32_t tier = tier_of(e, *s);
@@ -425,7 +425,7 @@ static void plan_fetches(Evaluator *e)
 static void emit_rerun(Evaluator *e, int32_t k)
 {
     Span frees = list_of(e->frees_starts, e->frees, k);
-    Span makes = list(e->problem.makes, e->ops[k]), kept = remade_at(e, k);
+    Span makes = list(e->problem.rerun_makes, e->ops[k]), kept = remade_at(e, k);
     int32_t count = 0;
     emit(e, RERUN, e->ops[k], 0);
     for (const int32_t *s = frees.begin; s < frees.end; s++)

@@ -31,10 +31,13 @@ static inline int64_t arrive_from(Evaluator *e, int32_t op, bool again, int64_t 
 {
     int64_t discarded_bytes = 0;
     if (again) {
-        Span makes = list(e->problem.makes, op);
-        for (const int32_t *s = makes.begin; s < makes.end; s++)
+        Span makes = list(e->problem.rerun_makes, op);
+        for (const int32_t *s = makes.begin; s < makes.end; s++) {
             if (e->present[*s])
                 discarded_bytes += e->problem.storage_bytes[*s];
+            arrive(e, *s, live);
+        }
+        return discarded_bytes;
     }
     Span made = list(e->problem.made, op);
     for (const int32_t *s = made.begin; s < made.end; s++)
@@ -69,7 +72,7 @@ void memfit_simulate(Evaluator *e, Outcome *outcome)
         case RUN:
         case RERUN:
             total = arrive_from(e, number, kind == RERUN, &live) + live + p->workspace_bytes[number];
-            e->clock_ps += p->op_ps[number];
+            e->clock_ps += (kind == RERUN ? p->rerun_ps : p->op_ps)[number];
             outcome->num_reruns += kind == RERUN;
             exceed(e, total, outcome);
             break;

@@ -9,8 +9,10 @@ to be checked too, and it is: whoever writes a storage must meet it at the right
 
 [Note: batch norm again]
 In training, batch norm moves its running statistics and does not read them for its result. Run again, it gets None for
-both: it neither reads nor writes them. In evaluation it reads them and writes nothing, although a step may list them
-among its writes. The functional forms return the moved statistics, so they read them like any other operand.
+both: it neither reads nor writes them. If it names another op to be run in its place, that makes its first result
+alone, and reads the input, the affine parameters and its own other results, the statistics of the batch. In evaluation
+it reads its running statistics and writes nothing, although a step may list them among its writes. The functional forms
+return the moved statistics, so they read them like any other operand.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ _BATCH_NORMS = frozenset(
     }
 )
 _STATISTICS = frozenset({"running_mean", "running_var"})
+_NORMALISED_BY = ("input", "weight", "bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,8 @@ def effects_of(step: Step) -> Effects:
 
 def _effect(step: Step, op: Op, versions: Mapping[int, int], *, again: bool) -> Effect:
     """What the op does where the storages have these versions."""
+    if again and op.again:
+        return _from_own_results(step, op, versions)
     moves_statistics = _is_batch_norm(op) and _is_training(op)
     unread = _STATISTICS if again and moves_statistics else frozenset()
     unwritten = _of_statistics(step, op) if _is_batch_norm(op) and (again or not moves_statistics) else frozenset()
@@ -98,6 +103,19 @@ def _effect(step: Step, op: Op, versions: Mapping[int, int], *, again: bool) -> 
         reads={storage: versions.get(storage, 0) for storage in (*reads, *writes, *looked_at)},
         writes={storage: versions.get(storage, 0) + 1 for storage in writes},
         makes=makes,
+    )
+
+
+def _from_own_results(step: Step, op: Op, versions: Mapping[int, int]) -> Effect:
+    """A batch norm whose first result is made from the other two, which it makes only when it runs in its turn."""
+    named = normalised(op.target, op.args, op.kwargs)
+    operands = [value for name in _NORMALISED_BY for value in refs_in(named.get(name))]
+    statistics = {step.values[value].storage for value in op.made[1:]}
+    return Effect(
+        reads={s: versions.get(s, 0) for s in (step.values[value].storage for value in operands)}
+        | dict.fromkeys(statistics, 1),
+        writes={},
+        makes=tuple(s for s in (step.values[op.made[0]].storage,) if s not in versions),
     )
 
 

@@ -219,7 +219,16 @@ class NativeEvaluator(Evaluator):
 
 # -- The problem as C sees it -----------------------------------------------------------------------------------------
 
-_LISTS = ("touches", "rerun_touches", "source_touches", "rerun_source_touches", "makes", "made", "writers")
+_LISTS = (
+    "touches",
+    "rerun_touches",
+    "source_touches",
+    "rerun_source_touches",
+    "makes",
+    "rerun_makes",
+    "made",
+    "writers",
+)
 _COUNTS = (
     "num_ops",
     "num_forward",
@@ -233,6 +242,7 @@ _COUNTS = (
 )
 _ARRAYS = {
     "op_ps": np.int64,
+    "rerun_ps": np.int64,
     "workspace_bytes": np.int64,
     "storage_bytes": np.int64,
     "is_recomputable": np.uint8,
@@ -279,6 +289,7 @@ class _Flat:
             _only(reruns.touches, sources),
             _only(reruns.rerun_touches, sources),
             reruns.makes,
+            reruns.rerun_makes,
             made,
             writers,
         )
@@ -290,6 +301,7 @@ class _Flat:
         channels = sorted({name for link in links for name in (link.send_channel, link.fetch_channel)})
         arrays: dict[str, Iterable[int]] = {
             "op_ps": problem.op_ps,
+            "rerun_ps": problem.rerun_ps,
             "workspace_bytes": problem.workspace_bytes,
             "storage_bytes": step.storage_bytes,
             "is_recomputable": [storage in reruns.recomputable for storage in range(num_storages)],
@@ -349,7 +361,7 @@ def _fits_int64(problem: Problem) -> bool:
     times_again, sizes = _times_again(problem), problem.step.storage_bytes
     links = problem.costs.links.values()
     transfers_ps = sum(link.send_ps(size) + link.fetch_ps(size) for link in links for size in sizes)
-    reruns_ps = sum(times * op_ps for times, op_ps in zip(times_again, problem.op_ps, strict=False))
+    reruns_ps = sum(times * op_ps for times, op_ps in zip(times_again, problem.rerun_ps, strict=False))
     # A re-run may hold a second copy of what is here.
     most_bytes = 2 * sum(sizes) + max(problem.workspace_bytes, default=0)
     most_excess_bytes = most_bytes * (problem.num_ops + sum(times_again))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from memfit.capture.rerun_form import rerun_form
 from memfit.capture.step import Kind
 from memfit.plan.program import Boundary, FetchStart, Free, Give, Instruction, Program, Run, SendWait
 from memfit.plan.rerun import tangent_storages
@@ -116,7 +117,8 @@ def _entries(program: Program, workspace_bytes: Sequence[int] | None) -> Iterato
         discarded: list[int] = []
         match instruction:
             case Run(index, again):
-                made = dict.fromkeys(step.values[value].storage for value in step.ops[index].made)
+                op = rerun_form(step.ops[index]) if again else step.ops[index]
+                made = dict.fromkeys(step.values[value].storage for value in op.made)
                 if again:
                     # A re-run makes everything anew; copies of what is here already go with the call.
                     discarded = [s for s in made if s in present and step.storage[s].maker == index]

@@ -100,12 +100,12 @@ def _recompute(problem: Problem, states: Sequence[int]) -> _Schedule:
                     stack += [s for s in reruns.rerun_touches[writer] if missing[s]]
         for again in sorted(burst):
             # What is whole after this burst lives on, asked for or not.
-            whole = [s for s in reruns.makes[again] if missing[s] and all(w in burst for w in reruns.writers[s])]
+            whole = [s for s in reruns.rerun_makes[again] if missing[s] and all(w in burst for w in reruns.writers[s])]
             schedule.ops.append(again)
             schedule.again.append(True)
             schedule.remade.append(tuple(whole))
         for again in sorted(burst):
-            for storage in reruns.makes[again]:
+            for storage in reruns.rerun_makes[again]:
                 if missing[storage] and all(w in burst for w in reruns.writers[storage]):
                     missing[storage] = False
                     if op < held_from.get(storage, 0):
@@ -198,7 +198,7 @@ class _Lives:
 
     def _count(self, problem: Problem, schedule: _Schedule) -> None:
         """Add up the bytes at every op."""
-        size, makes = problem.step.storage_bytes, problem.reruns.makes
+        size, makes, rerun_makes = problem.step.storage_bytes, problem.reruns.makes, problem.reruns.rerun_makes
         live = sum(size[s] for s in range(len(size)) if problem.is_present[s])
         for k, op in enumerate(schedule.ops):
             if k == problem.num_forward:
@@ -208,7 +208,7 @@ class _Lives:
             discarded = 0
             if schedule.again[k]:
                 live += sum(size[s] for s in schedule.remade[k])
-                discarded = sum(size[s] for s in makes[op] if s not in schedule.remade[k])
+                discarded = sum(size[s] for s in rerun_makes[op] if s not in schedule.remade[k])
             else:
                 live += sum(size[s] for s in makes[op])
             self.needs[k] = live + discarded + problem.workspace_bytes[op]
@@ -283,7 +283,8 @@ class _Emitter:
         for k in reversed(range(num_forward, length)):
             for transfer in self._released(lingering, self.lives.needs[k]):
                 starts[k + 1].insert(0, transfer.storage)
-            self.clock_ps += self.problem.op_ps[self.schedule.ops[k]]
+            prices_ps = self.problem.rerun_ps if self.schedule.again[k] else self.problem.op_ps
+            self.clock_ps += prices_ps[self.schedule.ops[k]]
             for storage in reversed(self.lives.fetched[k]):
                 link = self.links[self.tier_of[storage]]
                 duration_ps = link.fetch_ps(self.problem.step.storage_bytes[storage])
@@ -293,7 +294,7 @@ class _Emitter:
         return starts
 
     def _backward(self, starts: list[list[int]]) -> None:
-        makes = self.problem.reruns.makes
+        makes, rerun_makes = self.problem.reruns.makes, self.problem.reruns.rerun_makes
         for k in range(self.problem.num_forward, len(self.schedule.ops) + 1):
             self.out += [Give(gradient) for gradient in self.lives.gives[k]]
             self._free(self.lives.frees_before[k])
@@ -309,7 +310,7 @@ class _Emitter:
             if again:
                 # A second copy of what is here already is dropped with the call; of what is not here, by us.
                 kept = self.schedule.remade[k]
-                ended += [s for s in makes[op] if s not in kept and not self.is_here[s]]
+                ended += [s for s in rerun_makes[op] if s not in kept and not self.is_here[s]]
             for storage in self.schedule.remade[k] if again else makes[op]:
                 self.is_here[storage] = True
             self._free(sorted(ended))

@@ -57,6 +57,11 @@ class Problem:
         return [cost.time_ps for cost in self._op_costs]
 
     @cached_property
+    def rerun_ps(self) -> list[int]:
+        """For each op how long it takes when it is run again."""
+        return [cost.again_ps for cost in self._op_costs]
+
+    @cached_property
     def workspace_bytes(self) -> list[int]:
         return [cost.workspace_bytes for cost in self._op_costs]
 

@@ -10,21 +10,12 @@ A storage can be recomputed if all its forward writers can be run again: they ar
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from memfit.capture.schemas import named_operands
+from memfit.capture.rerun_form import rerun_form
 from memfit.capture.step import Op, Origin, Step, refs_in
-from memfit.torch_internals import argument_names
 
-# Training-mode batch norm computes its result from the batch alone; without running statistics it leaves them alone.
-_STATISTICS = ("running_mean", "running_var")
-_BATCH_NORMS = (
-    "aten.native_batch_norm.default",
-    "aten._native_batch_norm_legit.default",
-    "aten.cudnn_batch_norm.default",
-    "aten.miopen_batch_norm.default",
-)
 # Their kernels add in an order that depends on timing, on some device or other.
 _NOT_DETERMINISTIC = (
     "aten.index_add",
@@ -90,13 +81,23 @@ class Reruns:
 
     @cached_property
     def rerun_touches(self) -> tuple[tuple[int, ...], ...]:
-        """The same for each forward op in the form it is re-run in, without the storages it makes."""
+        """The same for each forward op in the form it is re-run in, without the storages it then makes."""
         values = self.step.values
         found = []
         for index, op in enumerate(self.step.ops[: self.step.num_forward]):
             form = rerun_form(op)
-            touched = {values[v].storage for v in form.reads()} | {values[v].storage for v in form.made}
-            found.append(tuple(sorted(touched - set(self.makes[index]))))
+            written = {values[v].storage for v in form.made} - set(self.makes[index])
+            found.append(tuple(sorted({values[v].storage for v in form.reads()} | written)))
+        return tuple(found)
+
+    @cached_property
+    def rerun_makes(self) -> tuple[tuple[int, ...], ...]:
+        """For each forward op the storages that are new when it is run again, ascending."""
+        values = self.step.values
+        found = []
+        for index, op in enumerate(self.step.ops[: self.step.num_forward]):
+            made = {values[v].storage for v in rerun_form(op).made}
+            found.append(tuple(storage for storage in self.makes[index] if storage in made))
         return tuple(found)
 
     @cached_property
@@ -136,6 +137,8 @@ class Reruns:
             return "it is not made by the forward half, or it is handed to the caller"
         if any(self.step.values[v].dtype.is_complex for v in self.step.storage[storage].values):
             return "it is complex: lazily conjugated views cannot be rebuilt from bytes"
+        if any(storage in self.makes[w] and storage not in self.rerun_makes[w] for w in self.writers[storage]):
+            return "its maker is re-run from it"
         return next((self.obstacles[w] for w in self.writers[storage] if self.obstacles[w]), "")
 
     def why_not_offload(self, storage: int) -> str:
@@ -146,29 +149,6 @@ class Reruns:
         if any(self.step.values[v].dtype.is_complex for v in known.values):
             return "it is complex: lazily conjugated views cannot be rebuilt from bytes"
         return "it has no bytes" if known.bytes == 0 else ""
-
-
-def rerun_form(op: Op) -> Op:
-    """The op as it is run again: batch norm without its running statistics, everything else as it is."""
-    if op.target not in _BATCH_NORMS:
-        return op
-    named = named_operands(op)
-    if not named.get("training"):
-        return replace(op, writes=())  # it reads the statistics, and capture takes it to write them
-    names = argument_names(op.target)
-    args = tuple(None if name in _STATISTICS else arg for name, arg in zip(names, op.args, strict=False))
-    kwargs = tuple((name, None if name in _STATISTICS else arg) for name, arg in op.kwargs)
-    if op.target == "aten._native_batch_norm_legit.default":
-        # Its schema insists on statistics; this is the overload that has none.
-        kept = tuple(arg for name, arg in zip(names, op.args, strict=False) if name not in _STATISTICS)
-        return replace(
-            op,
-            target="aten._native_batch_norm_legit.no_stats",
-            args=kept,
-            kwargs=tuple((name, arg) for name, arg in op.kwargs if name not in _STATISTICS),
-            writes=(),
-        )
-    return replace(op, args=args, kwargs=kwargs, writes=())
 
 
 def tangent_storages(step: Step) -> frozenset[int]:

@@ -132,9 +132,10 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     for index, instruction in enumerate(program.instructions):
         starts.append(clock_ps)
         match instruction:
-            case Run(op):
-                busy[COMPUTE].append(Interval(clock_ps, clock_ps + prices[op].time_ps, op))
-                clock_ps += prices[op].time_ps
+            case Run(op, again):
+                duration_ps = prices[op].again_ps if again else prices[op].time_ps
+                busy[COMPUTE].append(Interval(clock_ps, clock_ps + duration_ps, op))
+                clock_ps += duration_ps
             case SendStart(storage, tier):
                 link = costs.link(tier)
                 transfer(storage, link.send_channel, link.send_ps(step.storage_bytes[storage]))

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
+from memfit.capture.rerun_form import rerun_form
 from memfit.capture.step import Ghost, Op, Opaque, Ref, Step
 from memfit.plan.program import (
     Boundary,
@@ -42,7 +43,6 @@ from memfit.plan.program import (
     SendStart,
     SendWait,
 )
-from memfit.plan.rerun import rerun_form
 from memfit.run import kernels
 from memfit.run.aliases import alias
 from memfit.run.ghosts import make_ghost

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from memfit.capture.rewrites.batch_norm import rebuild_batch_norms
 from memfit.capture.rewrites.convolution import split_convolutions
 from memfit.capture.rewrites.draft import Draft
 from memfit.capture.rewrites.inplace import reuse_operands, softmax_in_place
@@ -26,6 +27,7 @@ _REWRITES: dict[str, Callable[[Step, Proofs], Step]] = {
     "shape-only": ghost_shapes,
     "log-softmax": softmax_in_place,
     "reinplace": reuse_operands,
+    "batch-norm": rebuild_batch_norms,
 }
 NAMES = tuple(_REWRITES)
 
