@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from memfit.capture.step import Step
 from memfit.codecs.registry import NAMES as CODECS
 from memfit.cost.costs import Costs
-from memfit.plan.decisions import Decision, Decisions, Encode, EncodeThenOffload, Keep, Offload, Recompute
+from memfit.plan.decisions import Decision, Decisions, Encode, EncodeThenOffload, Keep, Moments, Offload, Recompute
 from memfit.plan.encode import why_not_encode
 from memfit.plan.policies.policy import Policy
 from memfit.plan.policies.registry import POLICIES
@@ -18,7 +18,22 @@ from memfit.tiers.null import NullTier
 from memfit.tiers.registry import TIERS
 
 
-def choices(step: Step, storage: int, reruns: Reruns, tiers: list[str]) -> list[Decision]:
+def random_moments(step: Step, storage: int, reruns: Reruns, rng: random.Random) -> Moments:
+    """Some moments at which the storage may travel."""
+    life, num_forward = step.storage[storage], step.num_forward
+    assert life.last_forward is not None
+    last_write = reruns.writers[storage][-1]
+    first_backward = len(step.ops) - 1 if life.first_backward is None else life.first_backward
+    fetched = rng.randint(num_forward, first_backward)
+    return Moments(
+        send=rng.randint(last_write + 1, life.last_forward + 1),
+        sent=rng.choice([None, rng.randint(life.last_forward + 1, num_forward)]),
+        fetch=rng.randint(num_forward, fetched),
+        fetched=fetched,
+    )
+
+
+def choices(step: Step, storage: int, reruns: Reruns, tiers: list[str], rng: random.Random) -> list[Decision]:
     """Everything that may be decided about a storage."""
     found: list[Decision] = [Keep()]
     if storage in reruns.recomputable:
@@ -26,6 +41,7 @@ def choices(step: Step, storage: int, reruns: Reruns, tiers: list[str]) -> list[
         found += [Recompute(), Recompute(len(step.ops)), Recompute((step.num_forward + len(step.ops)) // 2)]
     if not reruns.why_not_offload(storage):
         found += [Offload(tier) for tier in tiers]
+        found += [Offload(tier, random_moments(step, storage, reruns, rng)) for tier in tiers]
     for name in CODECS:
         if not why_not_encode(step, storage, name):
             found += [Encode(name), *(EncodeThenOffload(name, tier) for tier in tiers)]
@@ -39,7 +55,7 @@ def random_decisions(step: Step, costs: Costs, seed: int) -> Decisions:
     favourite = rng.choice([Keep, Recompute, Offload, Encode, None])
     made: dict[int, Decision] = {}
     for storage in reruns.owned:
-        possible = choices(step, storage, reruns, tiers)
+        possible = choices(step, storage, reruns, tiers, rng)
         favoured = [d for d in possible if favourite is not None and isinstance(d, favourite)]
         made[storage] = rng.choice(favoured if favoured and rng.random() < 0.7 else possible)
     return made

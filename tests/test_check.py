@@ -473,13 +473,25 @@ def test_a_fetch_finds_a_complete_copy_and_room() -> None:
     storage = made_by(program.step, 0)
     start, wait = FetchStart(storage, "ram"), FetchWait(storage)
     broken(after(program, start, start), Rule.FETCH, "it is fetched but here")
-    broken(before(program, SendWait(storage), start), Rule.FETCH, "it is fetched but here")
+    elsewhere = FetchStart(storage, "disk")
+    broken(before(program, SendWait(storage), elsewhere), Rule.FETCH, "it is fetched but here")
     other = after(without(program, start), Boundary(), FetchStart(storage, "disk"))
     broken(other, Rule.FETCH, "it is fetched, but 'disk' holds no copy of it")
     twice = after(program, wait, Free(storage), start)
     broken(twice, Rule.FETCH, "it is fetched, but 'ram' holds no copy of it")
     broken(after(program, wait, wait), Rule.FETCH, "its fetch is waited for, but none is under way")
     broken(without(program, start), Rule.FETCH, "its fetch is waited for, but none is under way")
+
+
+def test_what_is_being_sent_can_be_taken_back() -> None:
+    program = net_offloaded()
+    storage = made_by(program.step, 0)
+    back = without(program, SendWait(storage))
+    assert check(back).peak_bytes >= check(program).peak_bytes
+    start, wait = FetchStart(storage, "ram"), FetchWait(storage)
+    broken(without(back, wait), Rule.READ, "it is read before it has arrived")
+    broken(without(back, start), Rule.FETCH, "its fetch is waited for, but none is under way")
+    broken(after(back, start, SendWait(storage)), Rule.SEND, "its send is waited for, but none is under way")
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------

@@ -128,6 +128,10 @@ class StorageWatch:
     def is_alive(self) -> bool:
         return not self._reference.expired()
 
+    def watches(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor looks at this very storage."""
+        return self.is_alive and self._reference.cdata == storage_key(tensor)
+
 
 def next_forward_sequence() -> int:
     """The number autograd will give to the next node; the op now being dispatched belongs to the one before."""

@@ -272,7 +272,12 @@ class _Walk:
 
     def _fetch(self, storage: int, tier: str) -> None:
         self._check_exists(Rule.FETCH, storage)
-        if storage in self.live:
+        held = self.live.get(storage)
+        if held is not None and held.sent_to == tier:
+            # It has not left: its sending is called off, and it is taken back as it is.
+            held.sent_to, held.is_arriving = None, True
+            return
+        if held is not None:
             self._fail(Rule.FETCH, "it is fetched but here", storage)
         if (storage, tier) not in self.copies:
             self._fail(Rule.FETCH, f"it is fetched, but '{tier}' holds no copy of it", storage)

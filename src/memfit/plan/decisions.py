@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,10 +26,36 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True)
+class Moments:
+    """When a storage travels, for policies with a schedule of their own: each is in front of the op of that number.
+
+    Attributes:
+        send: the copy out begins. Nobody writes it from here on, but it may still be read.
+        sent: compute waits for the copy and drops it; the number of forward ops means at their end. None: nobody waits,
+            it stays, and `fetch` takes it back as it is.
+        fetch: the copy back begins.
+        fetched: compute waits for the copy, which may be before it is needed.
+    """
+
+    send: int
+    sent: int | None
+    fetch: int
+    fetched: int
+
+    def __str__(self) -> str:
+        sent = "-" if self.sent is None else self.sent
+        return f"{self.send},{sent},{self.fetch},{self.fetched}"
+
+
+@dataclass(frozen=True, slots=True)
 class Offload:
-    """Send it away after its last forward use, fetch it back for its first backward use."""
+    """Send it away after its last forward use, fetch it back for its first backward use.
+
+    When exactly is for the lowering to find (plan/lower.py), unless `when` says so.
+    """
 
     tier: str = "host"
+    when: Moments | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +73,8 @@ class EncodeThenOffload:
     tier: str = "host"
 
 
+_TIMED = re.compile(r"[^@]+@\d+,(\d+|-),\d+,\d+")
+
 Decision = Keep | Recompute | Offload | Encode | EncodeThenOffload
 Decisions = Mapping[int, Decision]
 """By storage id. A storage that is not listed is kept if backward reads it, and dropped if not."""
@@ -60,8 +89,8 @@ def to_text(decision: Decision) -> str:
             return "recompute"
         case Recompute(held_from):
             return f"recompute:{held_from}"
-        case Offload(tier):
-            return f"offload:{tier}"
+        case Offload(tier, when):
+            return f"offload:{tier}" if when is None else f"offload:{tier}@{when}"
         case Encode(codec):
             return f"encode:{codec}"
         case EncodeThenOffload(codec, tier):
@@ -78,10 +107,14 @@ def from_text(text: str) -> Decision:
             return Recompute()
         case [("recompute", op)] if op.isdecimal() and int(op) > 0:
             return Recompute(int(op))
-        case [("offload", tier)] if tier:
+        case [("offload", tier)] if tier and "@" not in tier:
             return Offload(tier)
+        case [("offload", timed)] if _TIMED.fullmatch(timed):
+            tier, _, moments = timed.rpartition("@")
+            send, sent, fetch, fetched = moments.split(",")
+            return Offload(tier, Moments(int(send), None if sent == "-" else int(sent), int(fetch), int(fetched)))
         case [("encode", codec)] if codec:
             return Encode(codec)
         case [("encode", codec), ("offload", tier)] if codec and tier:
             return EncodeThenOffload(codec, tier)
-    raise BadOption(f"{text!r} is no decision. Decisions: keep, recompute[:OP], offload:TIER, encode:CODEC")
+    raise BadOption(f"{text!r} is no decision. Decisions: keep, recompute[:OP], offload:TIER[@MOMENTS], encode:CODEC")

@@ -18,7 +18,7 @@ from memfit.capture.step import Ghost, Half, Op, Ref, Step, Value, map_refs
 from memfit.codecs.codec import Reading
 from memfit.codecs.registry import codec
 from memfit.errors import BadOption
-from memfit.plan.decisions import Decision, Decisions, Encode, EncodeThenOffload, Offload
+from memfit.plan.decisions import Decision, Decisions, Encode, EncodeThenOffload, Moments, Offload, Recompute
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,22 @@ def encode_step(step: Step, decisions: Decisions) -> Encoded:
         codes[storage] = code.storage
         if isinstance(decision, EncodeThenOffload):
             left[code.storage] = Offload(decision.tier)
-    return Encoded(draft.close(), left, codes)
+    encoded = draft.close()
+    number = draft.renumbered(encoded)
+    return Encoded(encoded, {s: _renumbered(d, number, encoded.num_forward) for s, d in left.items()}, codes)
+
+
+def _renumbered(decision: Decision, number: list[int], num_forward: int) -> Decision:
+    """The decision with the numbers that ops have now."""
+    match decision:
+        case Recompute(held_from) if held_from > 0:
+            return Recompute(number[held_from] if held_from < len(number) else number[-1] + 1)
+        case Offload(tier, Moments(send, sent, fetch, fetched)):
+            send, fetch, fetched = min(number[send], num_forward), number[fetch], number[fetched]
+            return Offload(
+                tier, Moments(send, None if sent is None else min(number[sent], num_forward), fetch, fetched)
+            )
+    return decision
 
 
 def why_not_encode(step: Step, storage: int, name: str) -> str:

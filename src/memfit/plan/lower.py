@@ -9,17 +9,19 @@ instruction:
    gradients can be given.
 3. `_Emitter`: write the instructions out. A send starts after the last forward use, and its bytes are released at the
    first op after its end, or before that if an op would not fit otherwise. Fetches are planned as sends in reversed
-   time: each starts as late as it can and still be there for its first use, or later if it would not fit.
+   time: each starts as late as it can and still be there for its first use, or later if it would not fit. Storages
+   that come with Moments travel at those instead; C has none of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from memfit.capture.step import Step
 from memfit.cost.costs import Costs, free_of_charge
-from memfit.plan.decisions import Decisions
+from memfit.plan.decisions import Decisions, Moments, Offload
 from memfit.plan.encode import encode_step
 from memfit.plan.problem import AWAY, DROP, Problem
 from memfit.plan.program import (
@@ -46,7 +48,9 @@ def lower(step: Step, decisions: Decisions, costs: Costs, *, budget_bytes: int |
     """
     encoded = encode_step(step, decisions)
     problem = Problem.of(encoded.step, costs)
-    return lower_states(problem, problem.states(encoded.decisions), budget_bytes=budget_bytes)
+    states = problem.states(encoded.decisions)
+    moments = {s: d.when for s, d in encoded.decisions.items() if isinstance(d, Offload) and d.when is not None}
+    return lower_states(problem, states, budget_bytes=budget_bytes, moments=moments)
 
 
 def lower_keep(step: Step) -> Program:
@@ -54,12 +58,18 @@ def lower_keep(step: Step) -> Program:
     return lower(step, {}, free_of_charge(step))
 
 
-def lower_states(problem: Problem, states: Sequence[int], *, budget_bytes: int | None = None) -> Program:
+def lower_states(
+    problem: Problem,
+    states: Sequence[int],
+    *,
+    budget_bytes: int | None = None,
+    moments: Mapping[int, Moments] = MappingProxyType({}),
+) -> Program:
     """The same for decisions that are numbers already."""
     schedule = _recompute(problem, states)
     lives = _Lives.of(problem, states, schedule)
     limit = _NO_LIMIT if budget_bytes is None else budget_bytes
-    return Program(problem.step, tuple(_Emitter(problem, states, schedule, lives, limit).instructions()))
+    return Program(problem.step, tuple(_Emitter(problem, states, schedule, lives, limit, moments).instructions()))
 
 
 @dataclass
@@ -224,6 +234,39 @@ def _touched(problem: Problem, schedule: _Schedule, k: int) -> tuple[int, ...]:
 
 
 @dataclass
+class _Timetable:
+    """The Moments of storages that have them: what is due in front of which position of the schedule."""
+
+    storages: frozenset[int]
+    send: dict[int, list[int]]
+    sent: dict[int, list[int]]
+    fetch: dict[int, list[int]]
+    fetched: dict[int, list[int]]
+    ends_ps: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, moments: Mapping[int, Moments], problem: Problem, schedule: _Schedule, lives: _Lives) -> _Timetable:
+        found = cls(frozenset(moments), {}, {}, {}, {})
+        if not moments:
+            return found
+        position = {op: k for k, op in enumerate(schedule.ops) if not schedule.again[k]}
+        first_use = {s: k for k, storages in enumerate(lives.fetched) for s in storages}
+        for storage, when in sorted(moments.items(), key=lambda item: (item[1].send, item[0])):
+            if storage not in first_use:
+                continue  # nothing in the backward half reads it: it is dropped, not sent
+            found.send.setdefault(when.send, []).append(storage)
+            if when.sent is not None:
+                found.sent.setdefault(when.sent, []).append(storage)
+        for storage, when in sorted(moments.items(), key=lambda item: (item[1].fetched, item[0])):
+            if storage in first_use:
+                # A re-run may need it before the op that the policy had in mind.
+                fetch, fetched = (min(position[op], first_use[storage]) for op in (when.fetch, when.fetched))
+                found.fetch.setdefault(fetch, []).append(storage)
+                found.fetched.setdefault(fetched, []).append(storage)
+        return found
+
+
+@dataclass
 class _Transfer:
     """A storage on its way, and when that ends."""
 
@@ -235,12 +278,19 @@ class _Emitter:
     """Writes the instructions, keeping a clock of compute and of every channel."""
 
     def __init__(
-        self, problem: Problem, states: Sequence[int], schedule: _Schedule, lives: _Lives, limit_bytes: int
+        self,
+        problem: Problem,
+        states: Sequence[int],
+        schedule: _Schedule,
+        lives: _Lives,
+        limit_bytes: int,
+        moments: Mapping[int, Moments],
     ) -> None:
         self.problem = problem
         self.schedule = schedule
         self.lives = lives
         self.limit_bytes = limit_bytes
+        self.timetable = _Timetable.of(moments, problem, schedule, lives)
         self.links = {tier: problem.costs.links[tier] for tier in problem.tiers}
         self.tier_of = {s: problem.tiers[state - AWAY] for s, state in enumerate(states) if state >= AWAY}
         self.clock_ps = 0
@@ -256,22 +306,41 @@ class _Emitter:
 
     def _forward(self) -> None:
         lingering: list[_Transfer] = []
+        timed = self.timetable
         for k in range(self.problem.num_forward):
+            self._end_sends(k)
             for transfer in self._released(lingering, self.lives.needs[k]):
                 self.out.append(SendWait(transfer.storage))
+            for storage in timed.send.get(k, ()):
+                self._send(storage)
+            self._end_sends(k)
             self.out.append(Run(k))
             self.clock_ps += self.problem.op_ps[k]
             for storage in self.problem.reruns.makes[k]:
                 self.is_here[storage] = True
             self._free(self.lives.frees[k])
-            for storage in self.lives.sends[k]:
-                tier = self.tier_of[storage]
-                self.out.append(SendStart(storage, tier))
-                self.is_here[storage] = False  # from the boundary on, which is when we ask
-                link = self.links[tier]
-                duration_ps = link.send_ps(self.problem.step.storage_bytes[storage])
-                lingering.append(self._transfer(storage, link.send_channel, duration_ps))
+            lingering += [self._send(s) for s in self.lives.sends[k] if s not in timed.storages]
+        for storage in timed.send.get(self.problem.num_forward, ()):
+            self._send(storage)
+        self._end_sends(self.problem.num_forward)
         self.out += [SendWait(transfer.storage) for transfer in lingering]
+
+    def _send(self, storage: int) -> _Transfer:
+        tier = self.tier_of[storage]
+        self.out.append(SendStart(storage, tier))
+        self.is_here[storage] = False  # from the boundary on, which is when we ask
+        link = self.links[tier]
+        duration_ps = link.send_ps(self.problem.step.storage_bytes[storage])
+        transfer = self._transfer(storage, link.send_channel, duration_ps)
+        self.timetable.ends_ps[storage] = transfer.end_ps
+        return transfer
+
+    def _end_sends(self, k: int) -> None:
+        """Wait for the sends that are due at this position and under way."""
+        for storage in self.timetable.sent.get(k, ()):
+            if (end_ps := self.timetable.ends_ps.pop(storage, None)) is not None:
+                self.clock_ps = max(self.clock_ps, end_ps)
+                self.out.append(SendWait(storage))
 
     def _fetches(self) -> list[list[int]]:
         """Run the backward half in reversed time: which fetches start in front of which position."""
@@ -285,7 +354,7 @@ class _Emitter:
                 starts[k + 1].insert(0, transfer.storage)
             prices_ps = self.problem.rerun_ps if self.schedule.again[k] else self.problem.op_ps
             self.clock_ps += prices_ps[self.schedule.ops[k]]
-            for storage in reversed(self.lives.fetched[k]):
+            for storage in reversed([s for s in self.lives.fetched[k] if s not in self.timetable.storages]):
                 link = self.links[self.tier_of[storage]]
                 duration_ps = link.fetch_ps(self.problem.step.storage_bytes[storage])
                 lingering.append(self._transfer(storage, link.fetch_channel, duration_ps))
@@ -298,12 +367,13 @@ class _Emitter:
         for k in range(self.problem.num_forward, len(self.schedule.ops) + 1):
             self.out += [Give(gradient) for gradient in self.lives.gives[k]]
             self._free(self.lives.frees_before[k])
-            for storage in starts[k]:
+            for storage in (*starts[k], *self.timetable.fetch.get(k, ())):
                 self.out.append(FetchStart(storage, self.tier_of[storage]))
                 self.is_here[storage] = True
             if k == len(self.schedule.ops):
                 break
-            self.out += [FetchWait(storage) for storage in self.lives.fetched[k]]
+            waited = [s for s in self.lives.fetched[k] if s not in self.timetable.storages]
+            self.out += [FetchWait(storage) for storage in (*waited, *self.timetable.fetched.get(k, ()))]
             op, again = self.schedule.ops[k], self.schedule.again[k]
             self.out.append(Run(op, again))
             ended = list(self.lives.frees[k])

@@ -9,7 +9,7 @@ from functools import cached_property
 from memfit.capture.step import Step
 from memfit.cost.costs import Costs, OpCost
 from memfit.errors import BadOption
-from memfit.plan.decisions import Decisions, Keep, Offload, Recompute
+from memfit.plan.decisions import Decisions, Keep, Moments, Offload, Recompute
 from memfit.plan.rerun import Reruns, tangent_storages
 
 KEEP, DROP, AWAY = 0, 1, 2
@@ -125,15 +125,30 @@ class Problem:
                     why, state = "", KEEP
                 case Recompute(held_from):
                     why, state = self.reruns.why_not_recompute(storage), DROP if held_from <= 0 else -held_from
-                case Offload(tier):
+                case Offload(tier, when):
                     self.costs.link(tier)
                     why, state = self.reruns.why_not_offload(storage), AWAY + self.tiers.index(tier)
+                    why = why or ("" if when is None else self._why_not_then(storage, when))
                 case _:
                     raise BadOption(f"storage {storage}: write {decision} into the step first (plan/encode.py)")
             if why:
                 raise BadOption(f"{self.describe(storage)} cannot be decided to {decision}: {why}")
             states[storage] = state
         return states
+
+    def _why_not_then(self, storage: int, when: Moments) -> str:
+        """What is wrong with these moments for it, or nothing."""
+        life = self.step.storage[storage]
+        last_write, last_forward = self.reruns.writers[storage][-1], life.last_forward
+        first_backward = self.num_ops - 1 if life.first_backward is None else life.first_backward
+        assert last_forward is not None
+        if not last_write < when.send <= (self.num_forward if when.sent is None else when.sent):
+            return f"op {last_write} writes it, so its sending begins after that, and before it is waited for"
+        if when.sent is not None and not last_forward < when.sent <= self.num_forward:
+            return f"op {last_forward} reads it, so it is sent by an op after that, or at the end, {self.num_forward}"
+        if not self.num_forward <= when.fetch <= when.fetched <= first_backward:
+            return f"it is fetched from op {self.num_forward} on, and is there for op {first_backward}"
+        return ""
 
     def describe(self, storage: int) -> str:
         """One storage for people: its number, bytes, maker and module."""

@@ -48,7 +48,10 @@ class SendWait:
 
 @dataclass(frozen=True, slots=True)
 class FetchStart:
-    """Allocate the storage here and begin to copy it back from the tier; compute goes on."""
+    """Allocate the storage here and begin to copy it back from the tier; compute goes on.
+
+    One whose sending nobody has waited for is still here: it is taken back as it is, without a copy.
+    """
 
     storage: int
     tier: str

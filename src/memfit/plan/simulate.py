@@ -119,6 +119,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     clock_ps = 0
     free_ps: dict[str, int] = {}
     ends_of: dict[int, int] = {}
+    leaving: set[int] = set()
     busy: dict[str, list[Interval]] = {COMPUTE: []}
     stalls: list[Stall] = []
     starts: list[int] = []
@@ -128,6 +129,15 @@ def simulate(program: Program, costs: Costs) -> Timeline:
         start_ps = max(clock_ps, free_ps.get(channel, 0))
         free_ps[channel] = ends_of[storage] = start_ps + duration_ps
         busy.setdefault(channel, []).append(Interval(start_ps, start_ps + duration_ps, storage))
+
+    def call_off(storage: int, channel: str) -> None:
+        """It has not left, and is taken back: its copy stops where it is."""
+        ends_of[storage] = clock_ps
+        busy[channel] = [
+            Interval(i.start_ps, min(i.end_ps, clock_ps), i.what) if i.what == storage else i
+            for i in busy[channel]
+            if i.what != storage or i.start_ps < clock_ps
+        ]
 
     for index, instruction in enumerate(program.instructions):
         starts.append(clock_ps)
@@ -139,10 +149,15 @@ def simulate(program: Program, costs: Costs) -> Timeline:
             case SendStart(storage, tier):
                 link = costs.link(tier)
                 transfer(storage, link.send_channel, link.send_ps(step.storage_bytes[storage]))
+                leaving.add(storage)
             case FetchStart(storage, tier):
                 link = costs.link(tier)
-                transfer(storage, link.fetch_channel, link.fetch_ps(step.storage_bytes[storage]))
+                if storage in leaving:
+                    call_off(storage, link.send_channel)
+                else:
+                    transfer(storage, link.fetch_channel, link.fetch_ps(step.storage_bytes[storage]))
             case SendWait(storage) | FetchWait(storage):
+                leaving.discard(storage)
                 if ends_of[storage] > clock_ps:
                     cause = "memory" if isinstance(instruction, SendWait) else "data"
                     stalls.append(Stall(clock_ps, ends_of[storage], cause, storage, index))

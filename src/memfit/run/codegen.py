@@ -287,6 +287,7 @@ class _Writer:
                     self._send(storage, tier)
                     self._observe(number)
                 case SendWait(storage):
+                    self._forget(storage)
                     self._line(f"S[{away_name(self.step, storage)!r}].sent()")
                     self.live.discard(storage)
                     self._observe(number)
@@ -386,10 +387,9 @@ class _Writer:
         self.local.add(value)
 
     def _send(self, storage: int, tier: str) -> None:
-        """Hand the storage to its tier, which holds it from here on."""
+        """Hand the storage to its tier, which holds it from here on; ops may still read it."""
         value = min(v for v in self.local if self.step.values[v].storage == storage)
         self._line(f"S[{away_name(self.step, storage)!r}] = tiers[{tier!r}].send({self._name(value)})")
-        self._forget(storage)
 
     def _free(self, storage: int) -> None:
         self._forget(storage)

@@ -47,7 +47,8 @@ class LiveBytes:
 
     def __call__(self, number: int, made: Mapping[int, torch.Tensor] | None = None) -> None:
         for storage, tensor in (made or {}).items():
-            self._watches.append((storage, StorageWatch(tensor)))
+            if not any(s == storage and watch.watches(tensor) for s, watch in self._watches):  # else taken back
+                self._watches.append((storage, StorageWatch(tensor)))
         instruction = self._promised.entries[number].instruction
         if isinstance(instruction, Give):
             storage = self._step.values[self._step.gradients[instruction.gradient].value].storage

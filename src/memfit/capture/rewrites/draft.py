@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -56,11 +57,7 @@ class Draft:
                 value = table[value]
             return value
 
-        ops: list[Op] = []
-        for index, op in enumerate(self.ops):
-            ops += self._before.get(index, [])
-            if op is not None:
-                ops.append(op)
+        ops = [op for _, op in self._in_order()]
         if table:
             ops = [
                 replace(
@@ -81,6 +78,27 @@ class Draft:
             gradients=gradients,
             storage_bytes=tuple(self.storage_bytes),
         )
+
+    def renumbered(self, closed: Step) -> list[int]:
+        """For each op of the step taken apart its number in the one it was closed to, or that of the next op left.
+
+        For drafts closed without substitutes, which leave ops as they are.
+        """
+        number = {id(op): index for index, op in enumerate(closed.ops)}
+        found = [len(closed.ops)] * len(self.ops)
+        following = len(closed.ops)
+        for index, op in reversed(list(self._in_order())):
+            following = number.get(id(op), following)
+            if index is not None:
+                found[index] = following
+        return found
+
+    def _in_order(self) -> Iterator[tuple[int | None, Op]]:
+        """The ops that are left, each with its number in the step taken apart; None for those put in."""
+        for index, op in enumerate(self.ops):
+            yield from ((None, put_in) for put_in in self._before.get(index, ()))
+            if op is not None:
+                yield index, op
 
 
 def with_operand(op: Op, name: str, operand: Any) -> Op:
