@@ -24,6 +24,7 @@ from memfit.plan.checkpointing.rotor import (
     kept,
     simulate,
     solve,
+    solve_each,
 )
 
 EMPTY, CHECKPOINT, ALL, BACKWARD = Kind
@@ -33,14 +34,16 @@ EXACT = 10**6
 
 def random_stage(rng: random.Random, largest: int) -> Stage:
     output = rng.randint(0, largest)
+    carried = rng.choice([0, 0, rng.randint(0, output)])
     return Stage(
         forward_ps=rng.randint(0, 9),
         backward_ps=rng.randint(0, 9),
         output_bytes=output,
-        saved_bytes=output + rng.choice([0, rng.randint(0, 2 * largest)]),
+        saved_bytes=output - carried + rng.choice([0, rng.randint(0, 2 * largest)]),
         forward_transient_bytes=rng.choice([0, rng.randint(0, largest)]),
         backward_transient_bytes=rng.randint(0, 2 * largest),
         gradient_bytes=rng.choice([None, rng.randint(0, largest)]),
+        carried_bytes=carried,
     )
 
 
@@ -197,6 +200,33 @@ def test_bound_and_error_of_few_slots(seed: int) -> None:
         assert rough.bound_ps <= exact.time_ps <= rough.time_ps
         smaller = solve(chain, budget - rough.discretisation_bytes, num_slots=EXACT)
         assert smaller is None or rough.time_ps <= smaller.time_ps
+
+
+def test_budgets_that_share_a_table_keep_their_promises() -> None:
+    rng = random.Random(7)
+    for _ in range(12):
+        chain = random_chain(rng, rng.randint(2, 8), largest=300)
+        floor, top = floor_bytes(chain), keep_all(chain)[0]
+        budgets = [floor - 1, *(rng.randint(floor, max(floor, top)) for _ in range(8)), top, floor]
+        found = solve_each(chain, budgets, num_slots=60)
+        assert found[0] is None
+        for budget, schedule in zip(budgets[1:], found[1:], strict=True):
+            assert schedule is not None and schedule.peak_bytes <= budget
+            assert (schedule.peak_bytes, schedule.time_ps) == simulate(chain, schedule.operations)
+            exact_ps = solved(chain, budget, num_slots=EXACT).bound_ps
+            assert chain.work_ps <= schedule.bound_ps <= schedule.time_ps and exact_ps <= schedule.time_ps
+            # Half of the slots at least, and one more that rounding up to whole bytes may take.
+            free = budget - chain.input_bytes
+            assert schedule.discretisation_bytes <= (len(chain.stages) + 1) * (2 * free // 60 + 1)
+
+
+def test_what_is_carried_through_a_stage_that_kept_all_counts_once() -> None:
+    # Cells that pass the output of the cell before on: what each makes has one byte, what the next reads two.
+    cell = Stage(1, 2, output_bytes=2, saved_bytes=5, carried_bytes=1)
+    last = Stage(1, 2, output_bytes=0, saved_bytes=5)
+    assert keep_all(Chain((cell, cell, cell, last)))[0] == 4 * 5
+    with pytest.raises(BadOption, match="counts the output"):
+        replace(cell, saved_bytes=0)
 
 
 def test_a_large_budget_runs_everything_once() -> None:

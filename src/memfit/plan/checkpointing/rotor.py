@@ -1,6 +1,6 @@
 """Find the fastest order of forwards and backwards of a chain within a byte budget: rotor's dynamic program.
 
-    schedule = solve(Chain(stages, input_bytes), budget_bytes)
+    schedule = solve(Chain(stages, input_bytes), budget_bytes)  # or solve_each, for many budgets
     peak_bytes, time_ps = simulate(schedule.chain, schedule.operations)
 
 After Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal checkpointing for heterogeneous chains". Least time
@@ -24,7 +24,7 @@ M + L is a bound.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -58,6 +58,7 @@ __all__ = [
     "kept",
     "simulate",
     "solve",
+    "solve_each",
 ]
 
 _Numbers: TypeAlias = npt.NDArray[np.int64]
@@ -105,29 +106,50 @@ def solve(chain: Chain, budget_bytes: int, *, num_slots: int = 500, max_stages: 
     Exact where the budget less the input has no more bytes than there are slots and no stages are merged, which they
     are beyond max_stages. Takes O(num_slots * stages^3).
     """
+    return solve_each(chain, [budget_bytes], num_slots=num_slots, max_stages=max_stages)[0]
+
+
+def solve_each(
+    chain: Chain, budgets_bytes: Sequence[int], *, num_slots: int = 500, max_stages: int = 150
+) -> tuple[Schedule | None, ...]:
+    """The same for many budgets. Those within a factor of two share a table: each has half the slots at least."""
     if num_slots < 1:
         raise BadOption(f"num_slots={num_slots}: memory has at least one slot")
+    coarse = coarsened(chain, max_stages)
+    found: dict[int, Schedule | None] = {}
+    table: _Table | None = None
+    for budget_bytes in sorted(budgets_bytes, reverse=True):
+        if (schedule := _without_table(chain, coarse, budget_bytes)) is not None:
+            found[budget_bytes] = schedule
+        elif (free_bytes := budget_bytes - chain.input_bytes) >= _floors(coarse.chain).whole_bytes:
+            if table is None or 2 * free_bytes < table.free_bytes:
+                table = _Table(coarse.chain, free_bytes, num_slots)
+            found[budget_bytes] = _read_off(chain, coarse, table, free_bytes)
+    return tuple(found.get(budget_bytes) for budget_bytes in budgets_bytes)
+
+
+def _without_table(chain: Chain, coarse: Coarse, budget_bytes: int) -> Schedule | None:
+    """The schedule of a budget for everything, or of one that merged stages need more than."""
     keep_all = _keep_all(len(chain.stages))
     if simulate(chain, keep_all)[0] <= budget_bytes:
         return _replayed(chain, keep_all, chain.work_ps, 0)
     free_bytes = budget_bytes - chain.input_bytes
-    coarse = coarsened(chain, max_stages)
-    floors = _floors(coarse.chain)
-    num_stages = len(coarse.chain.stages)
-    is_merged = num_stages < len(chain.stages)
-    if free_bytes < floors.whole_bytes:
-        # Merged stages need more. In this narrow strip any legal schedule has to do: halving keeps it from being slow.
-        if not is_merged or budget_bytes < floor_bytes(chain):
-            return None
+    if _floors(chain).whole_bytes <= free_bytes < _floors(coarse.chain).whole_bytes:
+        # In this narrow strip any legal schedule has to do: halving keeps it from being slow.
         return _replayed(chain, _unrolled(chain, free_bytes, _floors(chain).halve), chain.work_ps, free_bytes)
-    table = _Table(coarse.chain, free_bytes, num_slots)
+    return None
+
+
+def _read_off(chain: Chain, coarse: Coarse, table: _Table, free_bytes: int) -> Schedule:
+    """The fastest that the table finds, by several guesses of how much its rounding overstates."""
+    num_stages = len(coarse.chain.stages)
     optimisms = {0} if table.slot_bytes == 1 else {0, num_stages, *(1 << n for n in range(num_stages.bit_length()))}
     found = (
         coarse.expanded(_unrolled(coarse.chain, free_bytes, functools.partial(table.choose, optimism)))
         for optimism in sorted(optimisms)
     )
     error_bytes = 0 if table.slot_bytes == 1 else min(free_bytes, (num_stages + 1) * table.slot_bytes)
-    bound_ps = chain.work_ps if is_merged else table.bound_ps
+    bound_ps = chain.work_ps if num_stages < len(chain.stages) else table.bound_ps(free_bytes)
     return min((_replayed(chain, operations, bound_ps, error_bytes) for operations in found), key=lambda s: s.time_ps)
 
 
@@ -246,6 +268,7 @@ class _Table:
 
     def __init__(self, chain: Chain, free_bytes: int, num_slots: int) -> None:
         self._floors = floors = _floors(chain)
+        self.free_bytes = free_bytes
         self.slot_bytes = slot_bytes = max(1, -(-free_bytes // num_slots))
         num_stages = len(chain.stages)
         self._top = top = free_bytes // slot_bytes + (num_stages if slot_bytes > 1 else 0)
@@ -278,9 +301,10 @@ class _Table:
                     from_split_ps[t, s, :kept_slots] = NEVER_PS
                     np.add(best[: top + 1 - kept_slots], self._start_ps[s], out=from_split_ps[t, s, kept_slots:])
 
-    @property
-    def bound_ps(self) -> int:
-        return int(self._opt_ps[0, -1, self._top])
+    def bound_ps(self, free_bytes: int) -> int:
+        """No schedule within the bytes takes less."""
+        num_stages = len(self._pair_ps)
+        return int(self._opt_ps[0, -1, self._slot(free_bytes, num_stages if self.slot_bytes > 1 else 0)])
 
     def choose(self, optimism: int, s: int, t: int, free_bytes: int) -> int:
         """The split that promises the least time, if rounding up overstates by that many slots.

@@ -25,11 +25,13 @@ class Stage:
     Attributes:
         forward_ps, backward_ps: how long one run takes, whatever it keeps.
         output_bytes: the activation that the next stage reads.
-        saved_bytes: all that its backward needs but its input; the output is a part of it.
+        saved_bytes: all that its backward needs but its input; the output is a part of it, less what is carried.
         forward_transient_bytes: what a forward needs beside its input and what it leaves.
         backward_transient_bytes: what backward needs beside its input and what is saved: both gradients and workspace.
         gradient_bytes: the gradient of the output, which waits while earlier stages are recomputed. None: as the
             output. That of the last stage never waits: it is born in its backward, and counted there.
+        carried_bytes: the part of the output that is passed on from the input. A stage that kept all has its input too,
+            and counts it once. Elsewhere the chain counts it in both, which is too much if both are there.
     """
 
     forward_ps: int
@@ -39,13 +41,14 @@ class Stage:
     forward_transient_bytes: int = 0
     backward_transient_bytes: int = 0
     gradient_bytes: int | None = None
+    carried_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not 0 <= value < _MOST_BYTES:
                 raise BadOption(f"a stage with {field.name}={value} makes no sense")
-        if self.saved_bytes < self.output_bytes:
+        if self.saved_bytes < self.output_bytes - self.carried_bytes:
             raise BadOption(f"saved_bytes={self.saved_bytes} counts the output, which has {self.output_bytes} bytes")
 
 
@@ -211,4 +214,5 @@ def _merged(stages: Sequence[Stage]) -> Stage:
         forward_transient_bytes=max(keeping_bytes - saved_bytes, passing_bytes - last.output_bytes),
         backward_transient_bytes=backward_bytes - saved_bytes,
         gradient_bytes=last.gradient_bytes,
+        carried_bytes=last.carried_bytes,
     )

@@ -1,7 +1,9 @@
-"""A step as a chain of stages between splittable vertices: what rotor's dynamic program works on.
+"""A step as a chain of stages between the boundaries of its graph: what rotor's dynamic program works on.
 
 The chain is a model. Transients and gradients are those of the keep plan at the same ops, and storages that are small
-or cannot be recomputed are always there, so they are in no stage. Plans that come of it are judged by the simulator.
+or cannot be recomputed are always there, so they are in no stage. A storage that several boundaries share belongs to
+the stage that makes it, and is counted with each of those boundaries that is kept alone: too much if several are. Plans
+that come of it are judged by the simulator.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfit.capture.step import Kind as StorageKind
+from memfit.capture.step import Step
 from memfit.cost.costs import Costs
 from memfit.plan.checkpointing.rotor import Chain, Kind, Operation, Stage
 from memfit.plan.checkpointing.storage_graph import StorageGraph
@@ -27,68 +30,70 @@ class Stages:
 
     graph: StorageGraph
     chain: Chain
-    outputs: tuple[int, ...]  # by stage but the last: the storage that the next one reads
-    saved: tuple[tuple[int, ...], ...]  # by stage: the other storages that can be dropped
+    outputs: tuple[tuple[int, ...], ...]  # by stage: the storages that the next one reads, or passes on
+    made: tuple[tuple[int, ...], ...]  # by stage: the storages that it makes and that can be dropped
     backward_ops: tuple[int, ...]  # by stage: the first op of its backward
 
     @classmethod
     def of(cls, graph: StorageGraph, costs: Costs) -> Stages:
         step, reruns = graph.step, graph.reruns
-        outputs = tuple(graph.storages[v - 1] for v in graph.splittable)
-        ends = [reruns.writers[s][-1] for s in outputs] + [step.num_forward - 1]
-        stage_of_op = _stages_of_ops(ends)
         droppable = [s for s, d in graph.decisions(frozenset()).items() if isinstance(d, Recompute)]
-        saved: list[list[int]] = [[] for _ in ends]
+        read_on = ({graph.storages[v - 1] for v in boundary} for boundary in graph.boundaries.values())
+        outputs = [*(tuple(s for s in droppable if s in storages) for storages in read_on), ()]
+        ends = [reruns.writers[graph.storages[v - 1]][-1] for v in graph.boundaries] + [step.num_forward - 1]
+        stage_of_op = _stages_of_ops(ends)
+        made: list[list[int]] = [[] for _ in ends]
         for storage in droppable:
-            if storage not in outputs:
-                saved[stage_of_op[reruns.writers[storage][-1]]].append(storage)
+            made[stage_of_op[reruns.writers[storage][-1]]].append(storage)
         keep = simulate(lower(step, {}, costs), costs)
-        forward, backward, first_ops = _transients(keep, stage_of_op, outputs, saved)
-        prices = costs.of(step)
+        forward, backward, first_ops = _transients(keep, stage_of_op, made)
+        forward_ps = [0] * len(ends)
+        for stage, price in zip(stage_of_op, costs.of(step), strict=False):
+            forward_ps[stage] += price.time_ps
         size = step.storage_bytes
         stages = []
-        for i in range(len(ends)):
-            output = size[outputs[i]] if i < len(outputs) else 0
-            needed = sum(size[s] for s in saved[i] if step.storage[s].first_backward is not None)
+        for i, output in enumerate(outputs):
+            held = {s for s in made[i] if s in output or step.storage[s].first_backward is not None}
             stages.append(
                 Stage(
-                    forward_ps=sum(prices[op].time_ps for op in range(step.num_forward) if stage_of_op[op] == i),
+                    forward_ps=forward_ps[i],
                     backward_ps=backward[i][1],
-                    output_bytes=output,
-                    saved_bytes=output + needed,
+                    output_bytes=sum(size[s] for s in output),
+                    saved_bytes=sum(size[s] for s in held),
                     forward_transient_bytes=forward[i],
                     backward_transient_bytes=backward[i][0],
+                    carried_bytes=sum(size[s] for s in output if s not in held),
                 )
             )
-        return cls(graph, Chain(tuple(stages)), outputs, tuple(map(tuple, saved)), tuple(first_ops))
+        return cls(graph, Chain(tuple(stages)), tuple(outputs), tuple(map(tuple, made)), tuple(first_ops))
 
     def decisions(self, operations: tuple[Operation, ...]) -> dict[int, Decision]:
         """Carry out a schedule: keep what the first forward pass keeps, hold the rest from when a later pass does."""
-        made = self.graph.decisions(frozenset())
-        next_backward = len(self.saved) - 1
+        stage_of = {storage: stage for stage, storages in enumerate(self.made) for storage in storages}
+        next_backward = len(self.made) - 1
         decided: dict[int, Decision] = {}
         is_first_pass = True
+        passed: set[int] = set()  # stages that ran again before
         for position, (kind, stage) in enumerate(operations):
             if kind is Kind.BACKWARD:
                 next_backward, is_first_pass = stage - 1, False
                 continue
-            now = Keep() if is_first_pass else Recompute(self.backward_ops[next_backward])
-            if kind is Kind.FORWARD_ALL:
-                for storage in self.saved[stage]:
-                    decided.setdefault(storage, now)
-            if stage < len(self.outputs) and (kind is Kind.FORWARD_ALL or _is_read_on(operations, position)):
-                decided.setdefault(self.outputs[stage], now)
-        return made | decided
-
-
-def _is_read_on(operations: tuple[Operation, ...], position: int) -> bool:
-    """True if the output of the forward at that position stays as the input of the one that follows."""
-    following = operations[position + 1] if position + 1 < len(operations) else None
-    return (
-        following is not None
-        and following.stage == operations[position].stage + 1
-        and following.kind in (Kind.FORWARD_CHECKPOINT, Kind.FORWARD_ALL)
-    )
+            following = operations[position + 1] if position + 1 < len(operations) else None
+            held = list(self.made[stage]) if kind is Kind.FORWARD_ALL else []
+            if following == (Kind.FORWARD_ALL, stage + 1):
+                held += self.outputs[stage]
+            if is_first_pass:
+                # A stage that keeps all is not run again: of it and of its input nobody but backward reads anything.
+                held = [s for s in held if self.graph.step.storage[s].first_backward is not None]
+            if following == (Kind.FORWARD_CHECKPOINT, stage + 1):
+                held += self.outputs[stage]
+            for storage in held:
+                # Made again for the first time it needs no date: plans without any are evaluated far faster.
+                again = Recompute(self.backward_ops[next_backward] if stage_of[storage] in passed else 0)
+                decided.setdefault(storage, Keep() if is_first_pass else again)
+            if not is_first_pass:
+                passed.add(stage)
+        return self.graph.decisions(frozenset()) | decided
 
 
 def _stages_of_ops(ends: list[int]) -> list[int]:
@@ -101,29 +106,37 @@ def _stages_of_ops(ends: list[int]) -> list[int]:
     return found
 
 
+def _stages_of_backward_ops(step: Step, made: list[list[int]]) -> list[int]:
+    """For each backward op its stage: the last of which it or a later op reads anything."""
+    stage_of = {s: i for i, storages in enumerate(made) for s in storages}
+    found, stage = [], 0
+    for op in reversed(step.ops[step.num_forward :]):
+        read = (stage_of.get(step.values[v].storage, 0) for v in op.reads())
+        stage = max(stage, *read, 0)
+        found.append(stage)
+    return found[::-1]
+
+
 def _transients(
-    keep: Timeline, stage_of_op: list[int], outputs: tuple[int, ...], saved: list[list[int]]
+    keep: Timeline, stage_of_op: list[int], made: list[list[int]]
 ) -> tuple[list[int], list[tuple[int, int]], list[int]]:
     """By stage: what forward needs for a while; what backward does, and how long it takes; its first backward op."""
     step = keep.program.step
-    stage_of = {s: i for i, storages in enumerate(saved) for s in storages}
-    stage_of |= {s: i for i, s in enumerate(outputs)}
-    forward = [0] * len(saved)
-    backward = [(0, 0)] * len(saved)
-    first_ops = [step.num_forward] * len(saved)
-    stage = len(saved) - 1
+    stages = [*stage_of_op, *_stages_of_backward_ops(step, made)]
+    forward = [0] * len(made)
+    backward = [(0, 0)] * len(made)
+    first_ops = [step.num_forward] * len(made)
+    stage = len(made) - 1
     for entry, start_ps, end_ps in zip(keep.ledger.entries, keep.starts_ps, keep.ends_ps, strict=True):
         if not isinstance(entry.instruction, Run):
             continue
         op = entry.instruction.op
         passing = entry.bytes[_TRANSIENT] + entry.workspace_bytes
         if op < step.num_forward:
-            forward[stage_of_op[op]] = max(forward[stage_of_op[op]], passing)
+            forward[stages[op]] = max(forward[stages[op]], passing)
             continue
-        read = [stage_of[step.values[v].storage] for v in step.ops[op].reads() if step.values[v].storage in stage_of]
-        if read and max(read) < stage:
-            first_ops[max(read) : stage] = [op] * (stage - max(read))
-            stage = max(read)
+        first_ops[stages[op] : stage] = [op] * (stage - stages[op])
+        stage = stages[op]
         most, total_ps = backward[stage]
         backward[stage] = (max(most, passing), total_ps + end_ps - start_ps)
     return forward, backward, first_ops

@@ -4,19 +4,29 @@ Vertices are the floating-point storages on the way from the inputs to the resul
 they are complete. What does not come from the inputs (masks and positions built once and read by every layer) is no
 vertex. Storages that are small beside the whole are always kept, such as batch-norm statistics, and so are those that
 cannot be recomputed, such as dropout's masks.
+
+[Note: boundaries]
+The frontier of a vertex are the vertices up to it that a later one reads: everything later can be made from them and
+from what is always there. Where the frontier is the vertex itself, the graph is a chain, and it is cut at all of those.
+A stretch without any, such as cells that read the two cells before, a dense block or a net with long skips, is cut at
+whole frontiers, if it is heavy: each the lightest far and wide, with more than its own weight up to the next cut.
+Two boundaries may then share vertices.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from memfit.capture.step import Origin, Step
 from memfit.plan.decisions import Decision, Keep, Recompute
 from memfit.plan.rerun import Reruns
 
-_SMALL = 1000  # a storage is small if a thousand of it are less than all
+_SMALL = 100  # small are the smallest storages that make up a hundredth of all together
+_HEAVY = 16  # a stretch of the graph is heavy if sixteen of it are more than all
 
 
 @dataclass(frozen=True)
@@ -61,24 +71,76 @@ class StorageGraph:
         return self.num_bytes(vertex) // value.dtype.itemsize
 
     @cached_property
-    def splittable(self) -> tuple[int, ...]:
-        """Vertices that no edge jumps over: everything after them can be computed from them alone."""
-        jumps = [0] * (self.target + 2)
+    def up_to_bytes(self) -> tuple[int, ...]:
+        """For each vertex the bytes of all up to it."""
+        return tuple(accumulate((self.num_bytes(v) for v in range(1, self.target)), initial=0))
+
+    @cached_property
+    def frontiers(self) -> tuple[tuple[int, ...], ...]:
+        """For each vertex those up to it that are read later; see [Note: boundaries]."""
+        # The source is always there, and the result is not recomputed: their edges ask for nothing.
+        last_read = [0] * (self.target + 1)
         for u, v in self.edges:
-            jumps[u + 1] += 1
-            jumps[v] -= 1
-        over = list(accumulate(jumps))
-        return tuple(v for v in range(1, self.target) if over[v] == 0)
+            if u > 0 and v < self.target:
+                last_read[u] = max(last_read[u], v)
+        found: list[tuple[int, ...]] = [()]
+        for vertex in range(1, self.target):
+            found.append(tuple(u for u in (*found[-1], vertex) if last_read[u] > vertex))
+        return tuple(found)
+
+    @cached_property
+    def splittable(self) -> tuple[int, ...]:
+        """Vertices that are their own frontier: everything after them can be computed from them alone."""
+        return tuple(v for v in range(1, self.target) if self.frontiers[v] == (v,))
+
+    @cached_property
+    def boundaries(self) -> dict[int, tuple[int, ...]]:
+        """Where to cut the graph into stages: by its last vertex, ascending, all that the next stage reads."""
+        cuts = list(self.splittable)
+        for start, end in pairwise((0, *self.splittable, self.target)):
+            if (self.up_to_bytes[end - 1] - self.up_to_bytes[start]) * _HEAVY > self.up_to_bytes[-1]:
+                cuts += self._valleys(start, end)
+        return {v: self.frontiers[v] for v in sorted(cuts)}
+
+    def _valleys(self, start: int, end: int) -> Iterator[int]:
+        """The vertices between those two whose frontier is lighter than any less than its own weight away."""
+        weights = {v: self.frontier_bytes(v) for v in range(start + 1, end) if v in self.frontiers[v]}
+        for vertex, weight in weights.items():
+            low = bisect_left(self.up_to_bytes, self.up_to_bytes[vertex] - weight)
+            high = bisect_right(self.up_to_bytes, self.up_to_bytes[vertex] + weight)
+            near = range(low, high)
+            is_lightest = all((weights[v], v) >= (weight, vertex) for v in near if v in weights)
+            if is_lightest and start not in near and end - 1 not in near:
+                yield vertex
+
+    def frontier_bytes(self, vertex: int) -> int:
+        return sum(map(self.num_bytes, self.frontiers[vertex]))
 
     def decisions(self, checkpoints: frozenset[int]) -> dict[int, Decision]:
         """Keep these vertices and all that is small; recompute whatever else can be."""
-        kept = {self.storages[v - 1] for v in checkpoints}
-        total = sum(self.step.storage_bytes[s] for s in self.reruns.owned)
-        made: dict[int, Decision] = {}
-        for storage in sorted(self.reruns.recomputable):
-            is_small = self.step.storage_bytes[storage] * _SMALL < total
-            made[storage] = Keep() if storage in kept or is_small else Recompute()
-        return made
+        kept = {self.storages[v - 1] for v in checkpoints} | self._small
+        return {s: Keep() if s in kept else Recompute() for s in sorted(self.reruns.recomputable)}
+
+    def decisions_but_the_last(self, checkpoints: frozenset[int]) -> dict[int, Decision]:
+        """The same, but what backward reads of all that follows the last checkpoint is kept: it is needed at once."""
+        last = max((self.reruns.writers[self.storages[v - 1]][-1] for v in checkpoints), default=-1)
+        read = {
+            s
+            for s in self.reruns.recomputable
+            if self.step.storage[s].first_backward is not None and self.reruns.writers[s][0] > last
+        }
+        return self.decisions(checkpoints) | dict.fromkeys(sorted(read), Keep())
+
+    @cached_property
+    def _small(self) -> set[int]:
+        size = self.step.storage_bytes
+        ascending = sorted(self.reruns.recomputable, key=lambda s: (size[s], s))
+        total = sum(size[s] for s in self.reruns.owned)
+        return {
+            s
+            for s, sum_ in zip(ascending, accumulate(size[s] for s in ascending), strict=True)
+            if sum_ * _SMALL < total
+        }
 
 
 def _made_from_inputs(step: Step, reruns: Reruns) -> set[int]:

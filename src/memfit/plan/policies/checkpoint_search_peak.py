@@ -3,12 +3,12 @@
 Feng and Huang minimise all checkpoints plus the largest segment. In truth checkpoints go as backward passes them, and
 gradients, saved tensors, workspaces and what is not worth recomputing count too. So the candidates are
 
-- cuts of the chain of splittable vertices that are best when checkpoints are freed on the way, for many bounds;
-- the cuts of checkpoint-search and of sqrt;
+- cuts of the chain of boundaries that are best when checkpoints are freed on the way, for many bounds;
+- the cuts of checkpoint-search and of sqrt, the last segment recomputed or kept;
 - each of the best of them with as much kept as does not raise its peak, or raises it to one of several levels.
 
 All are judged by the simulator. With a budget the fastest that fits is taken; without one, the smallest of those that
-take no more time than checkpoint-search.
+take no more time than checkpoint-search, and less than one forward pass longer than keeping everything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from memfit.plan.problem import DROP, KEEP
 
 _NUM_BOUNDS = 40
 _NUM_LEVELS = 16
-_NUM_REFINED = 3
+_NUM_REFINED = 5
+_LONGEST = 1.33  # times keep: every forward op once more, where backward takes twice as long as forward
 
 
 def decide(step: Step, costs: Costs, budget_bytes: int | None) -> Decisions:
@@ -35,8 +36,9 @@ def decide(step: Step, costs: Costs, budget_bytes: int | None) -> Decisions:
     pool = _pool(step, costs)
     if budget_bytes is not None:
         return pool.best(budget_bytes).decisions
-    search = pool.entries[0]
-    quick = [entry for entry in pool.entries if entry.step_ps <= search.step_ps]
+    search, keep = pool.entries[0], min(pool.entries, key=lambda e: e.step_ps)
+    longest_ps = min(search.step_ps, keep.step_ps * _LONGEST)
+    quick = [entry for entry in pool.entries if entry.step_ps <= longest_ps]
     return min(quick, key=lambda e: (e.peak_bytes, e.step_ps)).decisions
 
 
@@ -48,6 +50,7 @@ def _pool(step: Step, costs: Costs) -> Pool:
     pool.add(graph.decisions(found_checkpoints(graph)))
     for checkpoints in sorted({*_freed_on_the_way(graph), *cuts(graph)}, key=sorted):
         pool.add(graph.decisions(checkpoints))
+        pool.add(graph.decisions_but_the_last(checkpoints))
     keep = pool.add(dict.fromkeys(pool.problem.reruns.recomputable, Keep()) | _defaults(pool))
     for entry in sorted(pool.entries, key=lambda e: (e.peak_bytes, e.step_ps))[:_NUM_REFINED]:
         _keep_more(pool, entry, entry.peak_bytes)
@@ -69,11 +72,9 @@ def _freed_on_the_way(graph: StorageGraph) -> Iterator[frozenset[int]]:
 
     A segment needs the checkpoints before it, its own tensors and its end: those after it are gone by then.
     """
-    chain = [0, *graph.splittable, graph.target]
-    size = [0, *(graph.num_bytes(v) for v in range(1, graph.target)), 0]
-    up_to = [0]
-    for number in size:
-        up_to.append(up_to[-1] + number)
+    chain = [0, *graph.boundaries, graph.target]
+    size = [0, *map(graph.frontier_bytes, graph.boundaries), 0]
+    up_to = graph.up_to_bytes
     total = up_to[-1]
     for k in range(1, _NUM_BOUNDS + 1):
         bound = total * (k / _NUM_BOUNDS) ** 1.5
@@ -81,17 +82,17 @@ def _freed_on_the_way(graph: StorageGraph) -> Iterator[frozenset[int]]:
         came_from = [0] * len(chain)
         for j in range(1, len(chain)):
             for i in reversed(range(j)):
-                interior = up_to[chain[j]] - up_to[chain[i] + 1]
+                interior = up_to[chain[j] - 1] - up_to[chain[i]]
                 if interior > bound:
                     break
-                need = prefix[i] + interior + size[chain[j]]
-                if need <= bound and prefix[i] + size[chain[j]] < prefix[j]:
-                    prefix[j], came_from[j] = prefix[i] + size[chain[j]], i
+                need = prefix[i] + interior + size[j]
+                if need <= bound and prefix[i] + size[j] < prefix[j]:
+                    prefix[j], came_from[j] = prefix[i] + size[j], i
         if prefix[-1] == float("inf"):
             continue
-        found, at = [], came_from[-1]
+        found, at = list[int](), came_from[-1]
         while at:
-            found.append(chain[at])
+            found += graph.boundaries[chain[at]]
             at = came_from[at]
         yield frozenset(found)
 

@@ -1,7 +1,7 @@
 """rotor: the optimal dynamic program for chains of unlike stages under a byte budget (Beaumont et al. 2019).
 
-Stages lie between splittable vertices. What is recomputed may be recomputed again: each time the schedule says whether
-it stays. The program is solved for several budgets, and the simulator judges all of them.
+Stages lie between the boundaries of the graph. What is recomputed may be recomputed again: each time the schedule says
+whether it stays. The program is solved for several budgets, and the simulator judges all of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from memfit.capture.step import Step
 from memfit.cost.costs import Costs
 from memfit.plan.checkpointing.pool import Pool, remembered
-from memfit.plan.checkpointing.rotor import floor_bytes, simulate, solve
+from memfit.plan.checkpointing.rotor import floor_bytes, simulate, solve_each
 from memfit.plan.checkpointing.rotor_chain import Kind, Operation
 from memfit.plan.checkpointing.stages import Stages
 from memfit.plan.checkpointing.storage_graph import StorageGraph
@@ -17,6 +17,7 @@ from memfit.plan.decisions import Decisions
 from memfit.plan.policies.policy import Policy
 
 NUM_SLOTS = 400
+_MAX_STAGES = 100
 _NUM_BUDGETS = 24
 
 
@@ -35,12 +36,10 @@ def _pool(step: Step, costs: Costs) -> Pool:
     pool = Pool.of(step, costs)
     pool.add({})
     floor, most = floor_bytes(chain), simulate(chain, everything)[0]
-    seen = set()
-    for k in range(_NUM_BUDGETS):
-        schedule = solve(chain, floor + (most - floor) * k // _NUM_BUDGETS, num_slots=NUM_SLOTS)
-        if schedule is not None and schedule.operations not in seen:
-            seen.add(schedule.operations)
-            pool.add(stages.decisions(schedule.operations))
+    budgets = [floor + (most - floor) * k // _NUM_BUDGETS for k in range(_NUM_BUDGETS)]
+    schedules = solve_each(chain, budgets, num_slots=NUM_SLOTS, max_stages=_MAX_STAGES)
+    for operations in dict.fromkeys(schedule.operations for schedule in schedules if schedule is not None):
+        pool.add(stages.decisions(operations))
     return pool
 
 
