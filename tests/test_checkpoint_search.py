@@ -212,10 +212,10 @@ def test_deeply_nested_graphs_are_no_trouble() -> None:
     num = 700
     edges = [(i, i + 1) for i in range(num)] + [(0, i) for i in range(2, num)]
     graph = Graph((0,) + (1,) * (num - 1) + (0,), tuple(edges))
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     # Only a piece that begins at the source has one entry: the first few are one, the others are kept, all is stored.
     assert search(graph).total == graph.regular
-    assert time.perf_counter() - start_s < 5
+    assert time.process_time() - start_s < 5
 
 
 def test_splittable_vertices_are_those_no_edge_jumps_over() -> None:
@@ -258,9 +258,9 @@ PUBLISHED = {
 def test_published_networks_to_the_element(name: str) -> None:
     batch, regular, optimal = PUBLISHED[name]
     graph = paper_graph(planned_network(name, batch=batch, rewritten=False))
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     solution = search(graph)
-    solve_s = time.perf_counter() - start_s
+    solve_s = time.process_time() - start_s
     assert (graph.regular, solution.total) == (regular, optimal)
     assert solve_s < 1
 
@@ -280,9 +280,9 @@ def test_vertices_of_vgg16_are_its_layers() -> None:
 )
 def test_any_network_becomes_a_graph(name: str, image: int) -> None:
     graph = paper_graph(planned_network(name, batch=2, image=image, rewritten=False))
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     solution = search(graph)
-    assert time.perf_counter() - start_s < 1
+    assert time.process_time() - start_s < 1
     assert 0 < solution.total < graph.regular
     inside = [vertex for segment in solution.segments for vertex in segment.inside]
     assert sorted([*inside, *solution.checkpoints]) == list(range(1, graph.target))

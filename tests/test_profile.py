@@ -18,7 +18,7 @@ import memfit
 from memfit.capture.rewrites import rewrite
 from memfit.capture.step import Op, Opaque, Ref, Step
 from memfit.cost import profile
-from memfit.cost.costs import OpCost
+from memfit.cost.costs import OpCost, priced_calls
 from memfit.cost.links import measure_disk
 from memfit.cost.operands import Call, CannotRunAlone, Operands
 from memfit.cost.price_cache import PriceCache
@@ -109,7 +109,9 @@ def no_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def runnable(step: Step) -> list[tuple[Op, Call]]:
     """The ops that can be run alone. oneDNN's LSTM hands private state to its backward."""
-    return [(op, Call.of(step, op)) for op in step.ops if op.target != "aten.mkldnn_rnn_layer_backward.default"]
+    return [
+        (op, Call.of(step, op)) for op in priced_calls(step) if op.target != "aten.mkldnn_rnn_layer_backward.default"
+    ]
 
 
 def num_run(step: Step) -> int:

@@ -1,4 +1,4 @@
-"""How fast the disk behind the temporary folder takes tensors in and gives them back."""
+"""How fast the disk behind a folder takes tensors in and gives them back."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from memfit.cost.price_cache import PriceCache
 from memfit.cost.signature import signature
 from memfit.cost.stopwatch import MALLOC_KEEPS_BYTES, Stopwatch
 from memfit.cost.workspaces import Workspaces
+from memfit.tiers.spill_file import spill_directory
 
 log = logging.getLogger("memfit")
 
@@ -239,13 +239,14 @@ def _with_handovers(
 
 
 def _links(cache: PriceCache) -> tuple[dict[str, Link], tuple[str, ...]]:
-    """The disk behind the temporary folder, if it works."""
-    folder = tempfile.gettempdir()
+    """The disk that tensors are spilled to, if it works."""
+    folder = str(spill_directory())
     measured: list[DiskSpeed] = []
 
     def figure(name: str) -> float:
         def now() -> float:
             if not measured:
+                os.makedirs(folder, mode=0o700, exist_ok=True)
                 measured.append(measure_disk(folder))
             return float(getattr(measured[0], name))
 

@@ -389,7 +389,9 @@ class _Writer:
     def _send(self, storage: int, tier: str) -> None:
         """Hand the storage to its tier, which holds it from here on; ops may still read it."""
         value = min(v for v in self.local if self.step.values[v].storage == storage)
-        self._line(f"S[{away_name(self.step, storage)!r}] = tiers[{tier!r}].send({self._name(value)})")
+        made = self.step.ops[self.step.storage[storage].maker or 0]
+        name = f"{self._name(value)}, made by {made.target} in module '{made.path or '(root)'}'"
+        self._line(f"S[{away_name(self.step, storage)!r}] = tiers[{tier!r}].send({self._name(value)}, {name!r})")
 
     def _free(self, storage: int) -> None:
         self._forget(storage)

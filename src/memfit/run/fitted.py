@@ -19,6 +19,7 @@ from memfit.capture.trace import Capture, Incoming, Layout, capture_call, refuse
 from memfit.cost.costs import free_of_charge
 from memfit.cost.profile import measure
 from memfit.errors import MemfitError
+from memfit.plan.away import most_bytes_away
 from memfit.plan.decisions import Decision
 from memfit.plan.ledger import Ledger
 from memfit.plan.options import Options
@@ -27,6 +28,7 @@ from memfit.run.compiled import Compiled
 from memfit.run.feedback import Feedback, Measured
 from memfit.run.observe import LiveBytes
 from memfit.run.signature import device_types, signature
+from memfit.tiers.disk import DiskTier
 from memfit.tiers.registry import TIERS
 from memfit.torch_internals import autocast_state, calling_module, fake_mode, is_nested_capture
 
@@ -189,6 +191,10 @@ class Fitted:
         decisions = None if like is None else _decisions_as_in(like, step)
         planned = runnable_plan(step, costs, policy=options.policy, budget=options.budget, decisions=decisions)
         program, timeline = planned.program, planned.simulated
+        for tier, away_bytes in most_bytes_away(program).items():
+            TIERS[tier].reserve(away_bytes)  # before the plan is accepted: it raises if there is no room
+            if options.debug and isinstance(disk := TIERS[tier], DiskTier):
+                disk.configure(replace(disk.settings, checksums=True))
         compiled = Compiled(replace(captured, step=program.step), program, recapture, devices, path, tiers=TIERS)
         compiled.planned = planned
         if options.asks_costs:
