@@ -42,8 +42,9 @@ def test_table_has_theirs_beside_ours(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["bench", "checkpoints"], "there is no benchmark 'checkpoints'. Known benchmarks: checkpoint-search"),
-        (["bench"], "name a benchmark. Known benchmarks: checkpoint-search"),
+        (["bench", "checkpoints"], "invalid choice: 'checkpoints' (choose from"),
+        (["bench"], "name a benchmark. Known benchmarks: checkpoint-search, vdnn, overlap"),
+        (["bench", "vdnn", "--no-real"], "unrecognized arguments: --no-real"),
         (["bench", "checkpoint-search", "--networks", "alexnet,vgg61"], "there is no network 'vgg61'"),
         (["bench", "checkpoint-search", "--networks", ","], "names no network"),
     ],

@@ -85,6 +85,7 @@ def summary(planned: Planned, target: Target, pricing: Pricing, optimizer: str) 
         "image": target.image,
         "device": planned.costs.device,
         "policy": planned.policy,
+        "choice": planned.note or None,
         "optimizer": optimizer,
         "fits": planned.fits,
         "budget": None if planned.budget is None else planned.budget.text,
@@ -138,10 +139,10 @@ def _decided(planned: Planned) -> list[tuple[Storage, str]]:
 
 
 def _decisions(planned: Planned) -> dict[str, dict[str, int]]:
-    """How many storages each decision was taken for, and their bytes."""
+    """How many storages each decision was taken for, and their bytes; the moments of transfers are not told apart."""
     found: dict[str, dict[str, int]] = {}
     for storage, decision in _decided(planned):
-        row = found.setdefault(decision, {"count": 0, "bytes": 0})
+        row = found.setdefault(decision.partition("@")[0], {"count": 0, "bytes": 0})
         row["count"] += 1
         row["bytes"] += storage.bytes
     return dict(sorted(found.items()))
@@ -205,6 +206,8 @@ def _facts(found: dict[str, Any], planned: Planned, target: Target) -> Iterator[
     yield "network", target.title
     yield "device", found["device"]
     yield "policy", f"{found['policy']}: {policy_named(found['policy']).summary}"
+    if found["choice"] is not None:
+        yield "  choice", found["choice"]
     yield "optimizer", f"{found['optimizer']}, {mebibytes(found['optimizer_bytes'])} of state"
     yield "fits", "yes" if found["fits"] else "NO"
     yield from budget_facts(planned)

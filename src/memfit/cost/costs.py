@@ -78,6 +78,8 @@ class Costs:
         memory_bytes: what the device has in all; None if that is not known.
         source: where the figures come from, for people.
         notes: assumptions a reader of a report should know, one line each.
+        algorithms: ops that can be computed in several ways: for each signature what it costs by each, by name.
+        picked: for ops of one step, by number, which of these a policy chose. Others cost what the list says.
     """
 
     device: str
@@ -88,16 +90,28 @@ class Costs:
     memory_bytes: int | None = None
     source: str = ""
     notes: tuple[str, ...] = ()
+    algorithms: Mapping[str, Mapping[str, OpCost]] = field(default_factory=dict)
+    picked: Mapping[int, str] = field(default_factory=dict)
 
     def of(self, step: Step) -> tuple[OpCost, ...]:
         """The cost of each op of the step, in order."""
         return tuple(self._of(step, index, op) for index, op in enumerate(step.ops))
 
+    def choices(self, step: Step) -> dict[int, Mapping[str, OpCost]]:
+        """The ops of the step that can be computed in several ways, by number: what each way costs, by name."""
+        keys = ((index, signature(step, op)) for index, op in enumerate(step.ops))
+        return {index: self.algorithms[key] for index, key in keys if key in self.algorithms} if self.algorithms else {}
+
+    def picking(self, picked: Mapping[int, str]) -> Costs:
+        """The same prices with these ops computed these ways."""
+        return replace(self, picked=dict(picked))
+
     def _of(self, step: Step, index: int, op: Op) -> OpCost:
         if op.target.startswith("memfit."):
             return self._of_codec(step, op)
         try:
-            cost = self.by_signature[signature(step, op)]
+            key = signature(step, op)
+            cost = self.algorithms[key][self.picked[index]] if index in self.picked else self.by_signature[key]
             if not op.again:
                 return cost
             again = self.by_signature[signature(step, rerun_form(op))]

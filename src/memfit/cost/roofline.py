@@ -37,6 +37,7 @@ def roofline(step: Step, device: Device, *, workspace: str = FASTEST) -> Costs:
     if workspace not in WORKSPACES:
         raise BadOption(f"workspace={workspace!r}: unknown. Convolutions have: {', '.join(WORKSPACES)}")
     prices: dict[str, OpCost] = {}
+    algorithms: dict[str, dict[str, OpCost]] = {}
     convolutions: list[Convolution] = []
     for op in priced_calls(step):
         if (key := signature(step, op)) in prices:
@@ -44,6 +45,7 @@ def roofline(step: Step, device: Device, *, workspace: str = FASTEST) -> Costs:
         prices[key] = _price(step, op, device, workspace)
         if (convolution := convolution_of(step, op)) is not None:
             convolutions.append(convolution)
+            algorithms[key] = {choice: _price(step, op, device, choice) for choice in WORKSPACES}
     return Costs(
         device=device.name,
         by_signature=prices,
@@ -52,21 +54,13 @@ def roofline(step: Step, device: Device, *, workspace: str = FASTEST) -> Costs:
         memory_bytes=device.memory_bytes,
         source=f"roofline of {device.name}{f', {device.title}' if device.title else ''}, figures: {device.file}",
         notes=(*_notes(device, workspace, convolutions), *_notes_on_kernels(step)),
+        algorithms=algorithms,
     )
 
 
-def convolution_choices(step: Step, device: Device) -> dict[int, dict[str, OpCost]]:
+def convolution_choices(step: Step, device: Device) -> dict[int, Mapping[str, OpCost]]:
     """For each convolution, by its place among the ops, what it costs by either algorithm."""
-    by_signature: dict[str, dict[str, OpCost]] = {}
-    found: dict[int, dict[str, OpCost]] = {}
-    for index, op in enumerate(step.ops):
-        if convolution_of(step, op) is None:
-            continue
-        key = signature(step, op)
-        if key not in by_signature:
-            by_signature[key] = {choice: _price(step, op, device, choice) for choice in WORKSPACES}
-        found[index] = by_signature[key]
-    return found
+    return roofline(step, device).choices(step)
 
 
 def host_links(device: Device) -> Mapping[str, Link]:

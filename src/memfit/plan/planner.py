@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from memfit.capture.step import Step
@@ -12,11 +12,12 @@ from memfit.cost.costs import Costs
 from memfit.errors import DoesNotFit
 from memfit.plan.budget import Budget, optimizer_bytes
 from memfit.plan.check import check
-from memfit.plan.decisions import Decisions
+from memfit.plan.decisions import Decision, Decisions, Offload
 from memfit.plan.ledger import Ledger
 from memfit.plan.lower import lower
 from memfit.plan.plan import Plan
 from memfit.plan.policies.network_wide import NetworkWide
+from memfit.plan.policies.policy import Decided
 from memfit.plan.policies.registry import policy_named
 from memfit.plan.program import Program
 from memfit.plan.simulate import Timeline, simulate
@@ -28,6 +29,8 @@ class Planned:
 
     Attributes:
         plan, timeline: None for an account that no program can follow (network-wide).
+        costs: the prices of the plan: those that were given, by the algorithms that the policy chose.
+        note: which way the policy took, if it says so.
         budget_bytes: all that may be on the device at once; None if nobody set a limit.
         optimizer_bytes: state of the optimizer, on the device throughout.
         peak_bytes, average_bytes: all included; the average is over time.
@@ -49,6 +52,7 @@ class Planned:
     plan_s: float
     plan: Plan | None = None
     timeline: Timeline | None = None
+    note: str = ""
 
     @property
     def program(self) -> Program:
@@ -156,9 +160,16 @@ def plan_step(
         )
     # Programs know nothing of the optimizer's state: it is there, whatever they do.
     room = None if budget_bytes is None else max(budget_bytes - state_bytes, 0)
-    if decisions is None:
-        decisions = chosen.decide(step, costs, None if budget is None else room)
-    timeline = simulate(lower(step, decisions, costs, budget_bytes=room), costs) if decisions else keep
+    note = ""
+    if decisions is not None:
+        decisions = _for_this_step(step, decisions)
+    else:
+        decided = chosen.decide(step, costs, room if budget is not None or chosen.fills_device else None)
+        if isinstance(decided, Decided):
+            decisions, costs, note = decided.decisions, decided.costs, decided.note
+        else:
+            decisions = decided
+    timeline = simulate(lower(step, decisions, costs, budget_bytes=room), costs) if decisions or costs.picked else keep
     program = timeline.program
     check(program, workspace_bytes=[c.workspace_bytes for c in costs.of(program.step)], peak_bytes=timeline.peak_bytes)
     peak = timeline.ledger.peak
@@ -179,6 +190,7 @@ def plan_step(
         plan_s=time.perf_counter() - start_s,
         plan=Plan(step, decisions, program, policy, costs.device, budget_bytes, timeline.peak_bytes),
         timeline=timeline,
+        note=note,
     )
 
 
@@ -190,6 +202,20 @@ def runnable_plan(
     if budget is not None:
         planned.require_fit()
     return planned
+
+
+def _for_this_step(step: Step, decisions: Decisions) -> Decisions:
+    """Decisions of a step with the same forward half: in another backward half, fetches end by its own first uses."""
+    found: dict[int, Decision] = {}
+    for storage, decision in decisions.items():
+        if isinstance(decision, Offload) and decision.when is not None and storage in step.storage:
+            first_use = step.storage[storage].first_backward
+            latest = len(step.ops) - 1 if first_use is None else first_use
+            fetched = min(decision.when.fetched, latest)
+            when = replace(decision.when, fetch=min(decision.when.fetch, fetched), fetched=fetched)
+            decision = replace(decision, when=when)
+        found[storage] = decision
+    return found
 
 
 def _keep(step: Step, costs: Costs) -> Timeline:

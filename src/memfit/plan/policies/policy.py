@@ -9,7 +9,22 @@ from memfit.capture.step import Step
 from memfit.cost.costs import Costs
 from memfit.plan.decisions import Decisions
 
-Decide = Callable[[Step, Costs, int | None], Decisions]
+
+@dataclass(frozen=True)
+class Decided:
+    """Decisions of a policy that also chooses how ops are computed.
+
+    Attributes:
+        costs: the prices by its choice of algorithms; all else of them is as it was given.
+        note: which way it took, for people.
+    """
+
+    decisions: Decisions
+    costs: Costs
+    note: str = ""
+
+
+Decide = Callable[[Step, Costs, int | None], Decisions | Decided]
 
 
 @dataclass(frozen=True)
@@ -20,9 +35,11 @@ class Policy:
         decide: (step, costs, budget in bytes or None) -> decisions. None for an account that no program can follow.
         summary: one line for people.
         asks_costs: its decisions depend on seconds and workspaces, so that they must be measured before it is run.
+        fills_device: without a budget it plans for all of the device's memory; others have a rule of their own.
     """
 
     name: str
     summary: str
     decide: Decide | None
     asks_costs: bool = False
+    fills_device: bool = False
