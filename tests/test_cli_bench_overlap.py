@@ -63,6 +63,11 @@ def run(*argv: str, is_json: bool = True) -> tuple[int, str]:
     return code, out.getvalue()
 
 
+def test_options_of_what_is_not_run_are_refused() -> None:
+    with pytest.raises(MemfitError, match="leave them out, or --no-real"):
+        run("--no-real", "--batch", "16")
+
+
 def trained(**changes: Any) -> Trained:
     one = Trained(True, True, 1, "prefetch", 4, True, 1.1, 1.0, 1.1, 300 * 2**20, 300 * 2**20, 0.01, 0.4)
     return replace(one, **changes)

@@ -81,7 +81,16 @@ def test_moments_have_a_text_form(sent: int | None) -> None:
     assert from_text(to_text(decision)) == decision
 
 
-@pytest.mark.parametrize("text", ["offload:disk@", "offload:disk@1,2,3", "offload:@1,2,3,4", "offload:disk@1,2,-,4"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "offload:disk@",
+        "offload:disk@1,2,3",
+        "offload:@1,2,3,4",
+        "offload:disk@1,2,-,4",
+        "encode:mask+offload:host@1,2,3,4",
+    ],
+)
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(BadOption, match="is no decision"):
         from_text(text)

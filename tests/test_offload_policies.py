@@ -39,8 +39,7 @@ from memfit.plan.planner import plan_step, runnable_plan
 from memfit.plan.policies.offload_dp import OFFLOAD_DP
 from memfit.plan.policies.offload_greedy import OFFLOAD_GREEDY
 from memfit.plan.policies.overlap import OVERLAP
-from memfit.plan.policies.policy import Policy
-from memfit.plan.policies.registry import POLICIES
+from memfit.plan.policies.policy import Decided, Policy
 from memfit.plan.policies.vdnn import VDNN_ALL, VDNN_CONV
 from memfit.plan.problem import Problem
 from memfit.plan.program import FetchStart, SendStart
@@ -51,12 +50,6 @@ from memfit.tiers.registry import TIERS
 OURS = (OFFLOAD_GREEDY, OFFLOAD_DP)
 NUM_BUDGETS = 20
 SIZES = {"vgg16": 64, "resnet50": 32, "googlenet": 64, "unet": 8, "densenet121": 8, "gpt2": 2}
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for policy in OURS:
-        monkeypatch.setitem(POLICIES, policy.name, policy)
 
 
 def titan(step: Step, **_: Any) -> Costs:
@@ -82,7 +75,8 @@ class Judged:
 
     def decided(self, policy: Policy, budget_bytes: int | None) -> Timeline:
         assert policy.decide is not None
-        decisions = policy.decide(self.step, self.costs, budget_bytes)
+        decided = policy.decide(self.step, self.costs, budget_bytes)
+        decisions = decided.decisions if isinstance(decided, Decided) else decided
         assert isinstance(decisions, Mapping)
         # Policies hand out the very mapping they remember, so that each plan is judged once.
         if id(decisions) not in self._known:
@@ -319,7 +313,19 @@ def test_a_step_that_saves_nothing_is_kept() -> None:
     link = Link("host", "out", "in", 1e9, 1e9)
     costs = priced(step, {}, links=(link,))
     for policy in OURS:
-        assert policy.decide is not None and policy.decide(step, costs, 10) == {}
+        assert policy.decide is not None
+        decided = policy.decide(step, costs, 10)
+        assert isinstance(decided, Decided) and decided.decisions == {}
+
+
+@pytest.mark.parametrize("policy", OURS, ids=lambda policy: policy.name)
+def test_without_a_budget_the_device_is_the_limit(policy: Policy) -> None:
+    """The smallest plan that never waits is too large for this card, and one that waits a little fits."""
+    step = planned_network("resnet50", batch=360)
+    costs = roofline(step, device("titan-x"), workspace="none")
+    found = plan_step(step, costs, policy=policy.name)
+    assert found.fits and 0 < found.overhead < 0.2
+    assert "no plan that only offloads waits less than" in found.note
 
 
 def test_planning_a_deep_network_takes_seconds() -> None:
@@ -353,6 +359,17 @@ def thin_vgg(name: str, *, batch: int) -> tuple[nn.Module, Any]:
     return WithLoss(model, lambda output, _: zoo.loss(name)(output, *targets)), lambda n: zoo.inputs(
         name, batch=n, seed=int(torch.randint(0, 1000, ())), **sizes
     )
+
+
+@pytest.mark.parametrize("policy", OURS, ids=lambda policy: policy.name)
+def test_tensors_go_to_this_machines_disk_and_back(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prices(step: Step, **_: Any) -> Costs:
+        return replace(titan(step), links={"disk": Link("disk", "disk", "disk", 1e12, 1e12)})
+
+    monkeypatch.setattr("memfit.run.fitted.measure", prices)
+    ledger = assert_plan_is_followed(*thin_vgg("vgg16", batch=64), policy.name, batch=64, steps=2)
+    sends = [i for i in ledger.program.instructions if isinstance(i, SendStart)]
+    assert sends and all(send.tier == "disk" for send in sends)
 
 
 @pytest.mark.usefixtures("host")

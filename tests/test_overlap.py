@@ -26,13 +26,13 @@ from memfit.cost.costs import Costs, Link
 from memfit.cost.devices import device
 from memfit.cost.roofline import roofline
 from memfit.errors import MemfitError
+from memfit.plan.budget import Budget
 from memfit.plan.check import check
 from memfit.plan.decisions import Decisions, Moments, Offload
 from memfit.plan.lower import lower
 from memfit.plan.planner import plan_step
 from memfit.plan.policies import overlap
-from memfit.plan.policies.overlap import OVERLAP, OVERLAP_ON_DEMAND, RUN_AHEAD, timetable, travellers
-from memfit.plan.policies.registry import POLICIES
+from memfit.plan.policies.overlap import OVERLAP, RUN_AHEAD, timetable, travellers
 from memfit.plan.problem import Problem
 from memfit.plan.program import SendStart
 from memfit.plan.simulate import Timeline, simulate
@@ -40,12 +40,6 @@ from memfit.tiers.disk import DiskTier
 from memfit.tiers.registry import TIERS
 
 NETWORKS = ("vgg16", "vgg19", "googlenet", "resnet50", "densenet121", "unet", "gpt2")
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for policy in (OVERLAP, OVERLAP_ON_DEMAND):
-        monkeypatch.setitem(POLICIES, policy.name, policy)
 
 
 @pytest.fixture
@@ -196,10 +190,26 @@ def test_small_storages_and_parameters_stay() -> None:
     problem = Problem.of(step, roofline(step, device("titan-x")))
     moved = travellers(problem)
     total = sum(step.storage_bytes[s] for s in problem.reruns.owned if step.storage[s].first_backward is not None)
-    assert moved and all(t.num_bytes >= 2**20 and t.num_bytes * 1000 >= total for t in moved)
+    assert moved and all(t.num_bytes >= 2**20 for t in moved)
     assert sum(t.num_bytes for t in moved) > 0.98 * total, "what stays is little"
     assert not {t.storage for t in moved} & problem.reruns.sources
     assert not travellers(Problem.of(chain(3), chain_costs(chain(3), copy_s=1.0))), "256 KiB each"
+
+
+def test_of_a_very_deep_network_no_large_storage_is_small() -> None:
+    """Its 400 maps are each a small share of all, and yet everything must travel."""
+    step = planned_network("vgg416", batch=32)
+    costs = roofline(step, device("titan-x"), workspace="none")
+    overlapping, layered = (plan_step(step, costs, policy=policy) for policy in ("overlap", "vdnn-all"))
+    assert overlapping.peak_bytes <= layered.peak_bytes * 1.01
+
+
+@pytest.mark.parametrize("policy", ["overlap", "overlap-on-demand"])
+def test_the_peak_it_reaches_is_a_budget_it_fits(policy: str) -> None:
+    step = planned_network("resnet50", batch=32)
+    costs = roofline(step, device("titan-x"), workspace="none")
+    smallest = plan_step(step, costs, policy=policy).peak_bytes
+    assert plan_step(step, costs, policy=policy, budget=Budget.of(smallest)).fits
 
 
 def test_a_device_without_a_tier_is_refused() -> None:

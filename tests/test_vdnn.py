@@ -435,6 +435,12 @@ def test_offloading_alone_hardly_slows_vgg416_in_6_gib(account: functools.partia
     assert 0 <= found.overhead <= 0.06
 
 
+@pytest.mark.parametrize(("name", "batch"), [("googlenet", 300), ("resnet50", 200)])
+def test_without_workspaces_there_is_nothing_to_choose(name: str, batch: int) -> None:
+    found = planned(ours(name, batch), "vdnn-dyn", workspace="none")
+    assert found.overhead >= 0 and all(cost.workspace_bytes == 0 for cost in found.costs.of(found.step))
+
+
 def test_six_of_the_ten_configurations_do_not_fit() -> None:
     ten = [("alexnet", 128), ("overfeat", 128), ("googlenet", 128), ("vgg16", 64), ("vgg16", 128), ("vgg16", 256)]
     ten += [(f"vgg{depth}", 32) for depth in (116, 216, 316, 416)]

@@ -39,7 +39,7 @@ def fit(
         without: names of rewrites to leave out, for diagnosis (see memfit.REWRITES).
         max_captures: how many kinds of arguments to keep captured.
         debug: prove every program legal before it runs, and hold the bytes that are really alive against the ledger
-            at every instruction of every step. Slow.
+            at every instruction of every step. Slow. The disk tier keeps checksums from then on.
         measure_s: where a budget or the policy asks for costs, how long ops may be measured; the rest is estimated.
 
     Example:

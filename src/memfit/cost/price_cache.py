@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from memfit.capture.rewrites.proof import cache_folder
+from memfit.cache import cache_folder
 from memfit.cost.costs import OpCost
 
 log = logging.getLogger("memfit")

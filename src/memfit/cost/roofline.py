@@ -36,6 +36,7 @@ def roofline(step: Step, device: Device, *, workspace: str = FASTEST) -> Costs:
     """Price every op of the step on the device; `workspace` says which algorithm convolutions use."""
     if workspace not in WORKSPACES:
         raise BadOption(f"workspace={workspace!r}: unknown. Convolutions have: {', '.join(WORKSPACES)}")
+    offered = WORKSPACES if workspace == FASTEST else (workspace,)
     prices: dict[str, OpCost] = {}
     algorithms: dict[str, dict[str, OpCost]] = {}
     convolutions: list[Convolution] = []
@@ -45,7 +46,7 @@ def roofline(step: Step, device: Device, *, workspace: str = FASTEST) -> Costs:
         prices[key] = _price(step, op, device, workspace)
         if (convolution := convolution_of(step, op)) is not None:
             convolutions.append(convolution)
-            algorithms[key] = {choice: _price(step, op, device, choice) for choice in WORKSPACES}
+            algorithms[key] = {choice: _price(step, op, device, choice) for choice in offered}
     return Costs(
         device=device.name,
         by_signature=prices,

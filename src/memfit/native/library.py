@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from memfit.capture.rewrites.proof import cache_folder
+from memfit.cache import cache_folder
 
 log = logging.getLogger("memfit")
 

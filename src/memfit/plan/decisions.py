@@ -115,6 +115,6 @@ def from_text(text: str) -> Decision:
             return Offload(tier, Moments(int(send), None if sent == "-" else int(sent), int(fetch), int(fetched)))
         case [("encode", codec)] if codec:
             return Encode(codec)
-        case [("encode", codec), ("offload", tier)] if codec and tier:
+        case [("encode", codec), ("offload", tier)] if codec and tier and "@" not in tier:
             return EncodeThenOffload(codec, tier)
     raise BadOption(f"{text!r} is no decision. Decisions: keep, recompute[:OP], offload:TIER[@MOMENTS], encode:CODEC")

@@ -67,6 +67,8 @@ def _renumbered(decision: Decision, number: list[int], num_forward: int) -> Deci
     match decision:
         case Recompute(held_from) if held_from > 0:
             return Recompute(number[held_from] if held_from < len(number) else number[-1] + 1)
+        case Offload(_, Moments(send, sent, fetch, fetched)) if max(send, sent or 0, fetch, fetched) >= len(number):
+            return decision  # Problem.states says what is wrong with it
         case Offload(tier, Moments(send, sent, fetch, fetched)):
             send, fetch, fetched = min(number[send], num_forward), number[fetch], number[fetched]
             return Offload(

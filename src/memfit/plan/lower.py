@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 from memfit.capture.step import Step
 from memfit.cost.costs import Costs, free_of_charge
+from memfit.errors import BadOption
 from memfit.plan.decisions import Decisions, Moments, Offload
 from memfit.plan.encode import encode_step
 from memfit.plan.problem import AWAY, DROP, Problem
@@ -47,6 +48,8 @@ def lower(step: Step, decisions: Decisions, costs: Costs, *, budget_bytes: int |
     same, and its peak says so.
     """
     encoded = encode_step(step, decisions)
+    if encoded.code_of and costs.picked:
+        raise BadOption("algorithms are picked by the numbers of ops, which codes change: pick or encode, not both")
     problem = Problem.of(encoded.step, costs)
     states = problem.states(encoded.decisions)
     moments = {s: d.when for s, d in encoded.decisions.items() if isinstance(d, Offload) and d.when is not None}
@@ -238,6 +241,7 @@ class _Timetable:
     """The Moments of storages that have them: what is due in front of which position of the schedule."""
 
     storages: frozenset[int]
+    staying: frozenset[int]  # nobody waits for them to leave
     send: dict[int, list[int]]
     sent: dict[int, list[int]]
     fetch: dict[int, list[int]]
@@ -246,7 +250,8 @@ class _Timetable:
 
     @classmethod
     def of(cls, moments: Mapping[int, Moments], problem: Problem, schedule: _Schedule, lives: _Lives) -> _Timetable:
-        found = cls(frozenset(moments), {}, {}, {}, {})
+        staying = frozenset(storage for storage, when in moments.items() if when.sent is None)
+        found = cls(frozenset(moments), staying, {}, {}, {}, {})
         if not moments:
             return found
         position = {op: k for k, op in enumerate(schedule.ops) if not schedule.again[k]}
@@ -328,7 +333,8 @@ class _Emitter:
     def _send(self, storage: int) -> _Transfer:
         tier = self.tier_of[storage]
         self.out.append(SendStart(storage, tier))
-        self.is_here[storage] = False  # from the boundary on, which is when we ask
+        # From the boundary on, which is when we ask; what nobody waits for has not left.
+        self.is_here[storage] = storage in self.timetable.staying
         link = self.links[tier]
         duration_ps = link.send_ps(self.problem.step.storage_bytes[storage])
         transfer = self._transfer(storage, link.send_channel, duration_ps)

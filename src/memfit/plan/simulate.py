@@ -138,6 +138,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
             for i in busy[channel]
             if i.what != storage or i.start_ps < clock_ps
         ]
+        free_ps[channel] = max((i.end_ps for i in busy[channel]), default=0)
 
     for index, instruction in enumerate(program.instructions):
         starts.append(clock_ps)

@@ -116,7 +116,7 @@ class DiskTier:
         if limit is not None and num_bytes > limit:
             raise TierRefused(
                 f"the plan puts {num_bytes:,} bytes on disk at once, and the disk tier may take {limit:,}. "
-                "Raise limit_bytes, or plan with a larger memory budget"
+                "Raise limit_bytes (tiers.registry.TIERS['disk'].configure), or plan with a larger memory budget"
             )
         if num_bytes == 0:
             return

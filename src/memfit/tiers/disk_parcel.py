@@ -52,13 +52,14 @@ class DiskParcel:
     """One storage; see [Note: who owns the memory of a parcel]."""
 
     def __init__(self, spill: Spill, lot: Lot, whole: torch.Tensor, name: str, traffic: Traffic) -> None:
+        self._transfer: Transfer | None = None  # first: released half-made, it must be there
         self._spill = spill
         self._lot: Lot | None = lot
         self._name = name
         self._traffic = traffic
         self._stage = _Stage.SENDING
         self._here: torch.Tensor | None = whole
-        self._transfer: Transfer | None = spill.writing(lot, whole)
+        self._transfer = spill.writing(lot, whole)
         spill.submit(self._transfer)
 
     def __del__(self) -> None:
@@ -75,7 +76,7 @@ class DiskParcel:
     def fetch(self) -> torch.Tensor:
         lot, transfer = self._expect(_Stage.SENDING, _Stage.AWAY)
         if self._here is not None:
-            transfer.cancel()
+            transfer.abandon()  # not only cancelled: in the queue it would wait for all in front of it
             self._stage = _Stage.STAYED
             return self._here
         if not self._spill.is_ours:

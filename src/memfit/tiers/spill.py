@@ -181,6 +181,7 @@ class Spill:
             lot, transfer = self._returned.popleft()
             if transfer is not None and wait:
                 try:
+                    transfer.abandon()  # it was cancelled: what is left is at most a request in flight
                     transfer.wait()
                 except BaseException:
                     self._returned.append((lot, transfer))

@@ -11,7 +11,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from memfit.capture.rewrites.proof import cache_folder
+from memfit.cache import cache_folder
 from memfit.tiers.tier import TierRefused
 
 log = logging.getLogger("memfit")

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from memfit.cache import cache_folder
 from memfit.capture.step import Value
 
 log = logging.getLogger("memfit")
@@ -97,14 +98,6 @@ class AssumedProofs(Proofs):
 
     def holds(self, rewrite: str, signature: Any, experiment: Callable[[], bool]) -> bool:
         return True
-
-
-def cache_folder() -> Path:
-    """Where memfit keeps what it measured: $MEMFIT_CACHE, else the user's cache folder."""
-    chosen = os.environ.get("MEMFIT_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memfit"
 
 
 PROOFS = Proofs(cache_folder() / "selftests.json")

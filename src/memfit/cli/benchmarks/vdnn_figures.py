@@ -146,7 +146,7 @@ CONFIGURATIONS = (
                 "we count the gradients of all parameters, 2.3 GB, beside the parameters; without it is about theirs",
             ),
             Figure(
-                "loss of dyn in 6GiB",
+                "slowdown of dyn in 6GiB",
                 0.0,
                 0.06,
                 "M, 'no noticeable slowdown'; the 6 % are our notes'",

@@ -10,10 +10,9 @@ Two programs, which differ in when bytes are released:
   bytes kept and the two backlogs; its optimum is a bound on every schedule, at least the fluid one.
 - whole, ours: when the transfer ends, as in `evaluate`. The optimum over all choices sent in order.
 
-The relaxed choice always fits, but evaluated exactly it may wait longer than the greedy's, and even than vDNN's: of
-4,000 random chains of up to 7 stages (those of the tests) it was worse than the shortest prefix on 233, better on 115.
-So what is returned is the best of three, the greedy's, the relaxed and the whole one, less what need not be sent.
-Schedules with transfers in another order can still be faster: 4 of 400 such chains of up to 5 stages, by brute force.
+The relaxed choice always fits, but evaluated exactly it may wait longer than the greedy's, and even than vDNN's (the
+tests have chains of either kind). So what is returned is the best of three, the greedy's, the relaxed and the whole
+one, less what need not be sent. Schedules with transfers in another order can still be faster, on few chains.
 
 [Note: labels] A label goes if another is no worse in everything that matters later; if it must wait as long as a known
 schedule; and, where more than `width` are left, to make room. Only the last can lose anything, and how much is known:

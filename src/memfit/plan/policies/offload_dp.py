@@ -5,7 +5,8 @@ bound, the choice of plan/offloading/dp.py on the step's chain (neighbours in gr
 differ from the best so far in one tensor, as long as that helps. The program is that of our notes, whether it is the
 paper's recurrence we do not know; the exchanges are ours.
 
-With a budget the fastest plan that fits is taken. Without one, the smallest plan that never makes compute wait.
+With a budget the fastest plan that fits is taken, of equally fast ones the smallest. Without one, the device's memory
+is the budget.
 """
 
 from __future__ import annotations
@@ -13,16 +14,13 @@ from __future__ import annotations
 from memfit.capture.step import Step
 from memfit.cost.costs import Costs
 from memfit.plan.checkpointing.pool import Pool, remembered
-from memfit.plan.decisions import Decisions
-from memfit.plan.offloading.step_pool import without_waiting
-from memfit.plan.policies.offload_greedy import greedy_plans
-from memfit.plan.policies.policy import Policy
+from memfit.plan.policies.offload_greedy import chosen, greedy_plans
+from memfit.plan.policies.policy import Decided, Policy
 
 
-def decide(step: Step, costs: Costs, budget_bytes: int | None) -> Decisions:
-    """The fastest plan that fits; without a budget, the smallest that does not wait."""
-    pool = _pool(step, costs)
-    return (without_waiting(pool) if budget_bytes is None else pool.best(budget_bytes)).decisions
+def decide(step: Step, costs: Costs, budget_bytes: int | None) -> Decided:
+    """The fastest plan that fits; without a limit, the smallest that does not wait."""
+    return chosen(_pool(step, costs), budget_bytes)
 
 
 @remembered
@@ -33,5 +31,9 @@ def _pool(step: Step, costs: Costs) -> Pool:
 
 
 OFFLOAD_DP = Policy(
-    "offload-dp", "send tensors away as a dynamic program chooses them (after Beaumont et al. 2020)", decide, True
+    "offload-dp",
+    "send tensors away as a dynamic program chooses them (after Beaumont et al. 2020)",
+    decide,
+    asks_costs=True,
+    fills_device=True,
 )

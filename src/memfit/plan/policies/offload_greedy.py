@@ -12,20 +12,31 @@ With a budget the fastest plan that fits is taken. Without one, the smallest pla
 from __future__ import annotations
 
 from memfit.capture.step import Step
-from memfit.cost.costs import Costs
+from memfit.cost.costs import PS_PER_S, Costs
 from memfit.plan.checkpointing.pool import Pool, remembered
-from memfit.plan.decisions import Decisions
 from memfit.plan.offloading.layers import Layers
+from memfit.plan.offloading.step_bound import offload_bound_ps
+from memfit.plan.offloading.step_chain import Luggage
 from memfit.plan.offloading.step_pool import StepPool, without_waiting
 from memfit.plan.offloading.way_out import tier_of
-from memfit.plan.policies.policy import Policy
+from memfit.plan.policies.policy import Decided, Policy
 from memfit.plan.policies.vdnn import offloads
 
 
-def decide(step: Step, costs: Costs, budget_bytes: int | None) -> Decisions:
-    """The fastest plan that fits; without a budget, the smallest that does not wait."""
-    pool = _pool(step, costs)
-    return (without_waiting(pool) if budget_bytes is None else pool.best(budget_bytes)).decisions
+def decide(step: Step, costs: Costs, budget_bytes: int | None) -> Decided:
+    """The fastest plan that fits; without a limit, the smallest that does not wait."""
+    return chosen(_pool(step, costs), budget_bytes)
+
+
+def chosen(pool: Pool, budget_bytes: int | None) -> Decided:
+    """The plan that a pool has for a budget, and how much less any other could wait."""
+    entry = without_waiting(pool) if budget_bytes is None else pool.best(budget_bytes)
+    problem = pool.problem
+    luggage = Luggage.of(problem, tier_of(problem.costs))
+    waits_s = (entry.step_ps - luggage.work_ps) / PS_PER_S
+    bound_ps = offload_bound_ps(luggage, entry.peak_bytes if budget_bytes is None else budget_bytes)
+    bound = "" if bound_ps is None else f"; no plan that only offloads waits less than {bound_ps / PS_PER_S:.4f} s"
+    return Decided(entry.decisions, problem.costs, f"waits {waits_s:.4f} s{bound}")
 
 
 def greedy_plans(step: Step, costs: Costs) -> StepPool:
@@ -44,5 +55,9 @@ def _pool(step: Step, costs: Costs) -> Pool:
 
 
 OFFLOAD_GREEDY = Policy(
-    "offload-greedy", "send the first tensors away, as many as the budget asks for (Beaumont et al. 2020)", decide, True
+    "offload-greedy",
+    "send the first tensors away, as many as the budget asks for (Beaumont et al. 2020)",
+    decide,
+    asks_costs=True,
+    fills_device=True,
 )

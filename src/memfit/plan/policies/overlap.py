@@ -7,12 +7,13 @@
                before its own first use.
 
 In the paper a helper thread waits and drops, and nothing bounds how far compute runs ahead of it. Here the program says
-at which op a storage is dropped, by the prices it was planned with, and the bound is searched.
+at which op a storage is dropped, by the prices it was planned with, and the bound is searched. What is still under way
+when the forward half ends is waited for there.
 
 Storages travel if the forward half makes them and backward reads them, whatever layer they belong to; parameters never.
 These stay:
 
-- small ones: under 1 MiB, or under a thousandth of all, a transfer costs more than it frees;
+- small ones, which cost more than they free: under 1 MiB each, or the smallest that together make 1 % of all;
 - those that are needed again before they would have left. A copy that nobody waits for frees nothing, so none is begun.
 
 The paper has no budget: everything travels, with the bound that gives the smallest peak, and of those the fastest. With
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from memfit.capture.step import Step
@@ -41,7 +42,7 @@ RUN_AHEAD = (1, 2, 4, 8)
 """How many copies out may be under way; of bounds that do as well the tightest is taken."""
 
 SMALL_BYTES = 2**20
-_SMALL_SHARE = 1000
+_SMALL_SHARE = 100
 _NUM_LEVELS = 12
 
 
@@ -66,12 +67,14 @@ def travellers(problem: Problem) -> tuple[Traveller, ...]:
     """What is worth sending away, in the order in which copies may begin."""
     step, reruns = problem.step, problem.reruns
     read = [s for s in reruns.owned if step.storage[s].first_backward is not None]
+    ascending = sorted(read, key=lambda s: (step.storage_bytes[s], s))
+    sums = accumulate(step.storage_bytes[s] for s in ascending)
     total = sum(step.storage_bytes[s] for s in read)
+    small = {s for s, sum_ in zip(ascending, sums, strict=True) if sum_ * _SMALL_SHARE < total}
     found = []
     for storage in read:
         life = step.storage[storage]
-        is_small = life.bytes < SMALL_BYTES or life.bytes * _SMALL_SHARE < total
-        if is_small or reruns.why_not_offload(storage):
+        if storage in small or life.bytes < SMALL_BYTES or reruns.why_not_offload(storage):
             continue
         assert life.last_forward is not None and life.first_backward is not None
         ready = max(reruns.writers[storage][-1] + 1, life.last_forward)
@@ -170,45 +173,50 @@ def _walk(problem: Problem, link: Link, moved: Sequence[Traveller], run_ahead: i
 
 def decide(step: Step, costs: Costs, budget_bytes: int | None) -> Decisions:
     """Everything that is worth it, or with a budget as little as it takes."""
-    pool = _everything(step, costs) if budget_bytes is None else _levels(step, costs)
+    pool = _everything(step, costs, ahead=True) if budget_bytes is None else _levels_ahead(step, costs)
     return pool.best(budget_bytes).decisions
 
 
 def decide_on_demand(step: Step, costs: Costs, budget_bytes: int | None) -> Decisions:
-    """The same storages on the same way out, each brought back only when it is needed."""
-    return {
-        storage: replace(decision, when=replace(decision.when, fetch=decision.when.fetched))
-        for storage, decision in decide(step, costs, budget_bytes).items()
-        if isinstance(decision, Offload) and decision.when is not None
-    }
+    """The same with every storage brought back only when it is needed."""
+    pool = _everything(step, costs, ahead=False) if budget_bytes is None else _levels_on_demand(step, costs)
+    return pool.best(budget_bytes).decisions
 
 
-@remembered
-def _everything(step: Step, costs: Costs) -> Pool:
+def _everything(step: Step, costs: Costs, *, ahead: bool) -> Pool:
     """One plan for each bound."""
     pool = Pool.of(step, costs)
-    _add(pool, travellers(pool.problem))
+    _add(pool, travellers(pool.problem), ahead=ahead)
     return pool
 
 
 @remembered
-def _levels(step: Step, costs: Costs) -> Pool:
+def _levels_ahead(step: Step, costs: Costs) -> Pool:
+    return _levels(step, costs, ahead=True)
+
+
+@remembered
+def _levels_on_demand(step: Step, costs: Costs) -> Pool:
+    return _levels(step, costs, ahead=False)
+
+
+def _levels(step: Step, costs: Costs, *, ahead: bool) -> Pool:
     """The same with more and more storages, from none to all."""
     pool = Pool.of(step, costs)
     moved = travellers(pool.problem)
     sums = list(accumulate((t.num_bytes for t in moved), initial=0))
     bounds = [sums[-1] * level / _NUM_LEVELS for level in range(_NUM_LEVELS + 1)]
     for count in sorted({bisect_right(sums, bound) - 1 for bound in bounds}):
-        _add(pool, moved[:count])
+        _add(pool, moved[:count], ahead=ahead)
     return pool
 
 
-def _add(pool: Pool, moved: Sequence[Traveller]) -> None:
+def _add(pool: Pool, moved: Sequence[Traveller], *, ahead: bool) -> None:
     """Evaluate plans in which these travel, one for each bound that makes a difference."""
     problem, tier = pool.problem, tier_of(pool.problem.costs)
     tried: list[dict[int, Moments]] = []
     for run_ahead in RUN_AHEAD:
-        moments = timetable(problem, tier, moved, run_ahead=run_ahead)
+        moments = timetable(problem, tier, moved, run_ahead=run_ahead, ahead=ahead)
         if moments not in tried:
             tried.append(moments)
             decisions: dict[int, Decision] = {s: Offload(tier, when) for s, when in sorted(moments.items())}

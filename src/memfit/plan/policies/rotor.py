@@ -2,6 +2,9 @@
 
 Stages lie between the boundaries of the graph. What is recomputed may be recomputed again: each time the schedule says
 whether it stays. The program is solved for several budgets, and the simulator judges all of them.
+
+Memory comes in slots, and what a stage holds is rounded up: with n stages a schedule may be taken to need up to n + 1
+slots too many (Schedule.error_bytes), so at the worst a budget that much larger would have been needed.
 """
 
 from __future__ import annotations

@@ -70,5 +70,5 @@ def _fetches(layers: Layers, maps: list[FeatureMap]) -> dict[int, tuple[int, int
     return found
 
 
-VDNN_ALL = Policy("vdnn-all", "send the inputs of all layers to the host (vDNN, Rhu et al. 2016)", decide_all)
-VDNN_CONV = Policy("vdnn-conv", "send the inputs of convolutions to the host (vDNN, Rhu et al. 2016)", decide_conv)
+VDNN_ALL = Policy("vdnn-all", "send the inputs of all layers away (vDNN, Rhu et al. 2016)", decide_all)
+VDNN_CONV = Policy("vdnn-conv", "send the inputs of convolutions away (vDNN, Rhu et al. 2016)", decide_conv)
