@@ -25,7 +25,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m slow
 
 check: $(READY)
 	$(BIN)/ruff check src tests benchmarks

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -15,6 +17,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import CaptureError, MemfitError
+from memfit.tiers.disk import DiskSettings, DiskTier
 
 # --- randomness ------------------------------------------------------------------------------------------------------
 
@@ -22,6 +25,17 @@ from memfit.errors import CaptureError, MemfitError
 def test_pythons_random_in_forward_is_refused() -> None:
     text = refusal(lambda m, y: y if random.random() < 0.5 else -y)
     assert "Python's `random`" in text and "torch.rand" in text and "frozen" in text
+
+
+def test_draws_are_seen_while_our_own_threads_move_bytes(tmp_path: Path) -> None:
+    tier = DiskTier(DiskSettings(directory=str(tmp_path)))
+    parcel = tier.send(torch.ones(1000))
+    parcel.sent()
+    assert any(thread.name.startswith("memfit-disk") for thread in threading.enumerate())
+    assert "numpy's generator" in refusal(lambda m, y: y * float(numpy.random.rand()))
+    assert "Python's `random`" in refusal(lambda m, y: y * random.random())
+    parcel.release()
+    tier.close()
 
 
 def test_numpys_random_in_forward_is_refused() -> None:

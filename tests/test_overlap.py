@@ -196,6 +196,7 @@ def test_small_storages_and_parameters_stay() -> None:
     assert not travellers(Problem.of(chain(3), chain_costs(chain(3), copy_s=1.0))), "256 KiB each"
 
 
+@pytest.mark.slow
 def test_of_a_very_deep_network_no_large_storage_is_small() -> None:
     """Its 400 maps are each a small share of all, and yet everything must travel."""
     step = planned_network("vgg416", batch=32)
