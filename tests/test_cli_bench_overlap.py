@@ -133,6 +133,7 @@ def test_a_step_that_is_not_exact_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     assert code == 1 and [row["exact"] for row in json.loads(text)["ablation_real"]] == [True, False]
 
 
+@pytest.mark.slow
 def test_a_network_is_trained_by_every_combination_and_exact(deep: DiskTier) -> None:
     before = deep.settings
     configured: list[DiskSettings] = []

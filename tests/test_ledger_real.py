@@ -63,7 +63,11 @@ def test_the_table_has_every_network_of_the_zoo() -> None:
     assert set(ALL) == set(zoo.names())
 
 
-@pytest.mark.parametrize("name", ALL)
+# Graphs like those of shallower ones of their family.
+DEEP = ("densenet161", "densenet169", "densenet201", "resnet101", "resnet152", "vgg316", "vgg416")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in DEEP else ()) for n in ALL])
 def test_networks_of_the_zoo_hold_what_their_ledger_says(name: str) -> None:
     model, inputs = with_loss(name)
     assert_plan_is_followed(model, inputs, "keep", batch=ALL[name][1], steps=1)

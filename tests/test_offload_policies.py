@@ -87,7 +87,10 @@ class Judged:
         return timeline.step_ps - self.keep.step_ps
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=pytest.mark.slow if n in ("densenet121", "gpt2") else ()) for n in SIZES],
+)
 def judged(request: pytest.FixtureRequest) -> Judged:
     return Judged(request.param, SIZES[request.param])
 

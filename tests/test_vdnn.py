@@ -410,6 +410,7 @@ def test_vdnn_all_of_vgg16_at_256_peaks_at_pool1() -> None:
     assert planned(ours("vgg16", 256), "vdnn-all", workspace="none").peak_bytes / GIB == pytest.approx(10.36, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("account", [ours, published])
 def test_vgg416_fits_in_6_gib(account: functools.partial[Step]) -> None:
     """It loses 7.6 % there: no workspace fits beside the data gradients of its first block. 6.32 GiB are enough."""
