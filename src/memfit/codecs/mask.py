@@ -1,25 +1,33 @@
-"""One bit per element: for bools, and for tensors of which backward asks only on which side of a gate an element lies.
+"""One or two bits per element: for bools, and where backward asks only into which class of a gate an element falls.
 
-The bits are in the order of memory, eight to a byte, the first in the lowest bit.
+The bits are in the order of memory, the first element in the lowest bits of a byte. What a gate leaves over, NaN always
+among it, is class 0; the other classes are numbered as they appear among the cells.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from memfit.capture.needs import Need
 from memfit.capture.step import Value
-from memfit.codecs.codec import Reading
+from memfit.codecs import bits, kernels
+from memfit.codecs.codec import Reading, Settings, flat
+from memfit.codecs.kernels import Kernel
 
-_CHUNK = 1 << 20  # elements unpacked at a time: the bits of one chunk as bytes are all that decoding needs besides
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # what the kernel packs; it unpacks all
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INF, _NAN = float("inf"), float("nan")
 
 
 class Mask:
-    """The `mask` codec: 32 times smaller than float32, 8 times smaller than bool."""
+    """The `mask` codec: 32 times smaller than float32 (16 times for three or four classes), 8 times than bool."""
 
     name = "mask"
+    is_lossy = False
 
     def why_not(self, value: Value, readings: Sequence[Reading]) -> str:
         if not value.is_dense:
@@ -29,63 +37,139 @@ class Mask:
         gates = [reading.gate for reading in readings]
         if any(reading.need is not Need.SIGN for reading in readings):
             return "backward needs more of it than on which side of a gate each element lies"
-        if any(gate is None or gate != gates[0] for gate in gates):
+        if any(gate is None or repr(gate) != repr(gates[0]) for gate in gates):  # by repr because NaN != NaN
             return "its uses ask for different gates"
         assert gates[0] is not None
-        return "" if len(gates[0].stand_ins) == 2 else "its gate has more than two classes"
+        return "" if len(gates[0].stand_ins) <= 4 else "its gate has more than four classes"
 
-    def settings(self, readings: Sequence[Reading]) -> tuple[float, ...]:
+    def settings(self, readings: Sequence[Reading]) -> Settings:
         """The cells of the gate one after the other, then what stands for the rest; nothing for bools."""
         gate = readings[0].gate if readings else None
         if gate is None:
             return ()
         return (*(number for cell in gate.cells for number in cell), gate.otherwise)
 
-    def code_bytes(self, value: Value) -> int:
-        return -(-value.num_elements // 8)
+    def code_bytes(self, value: Value, settings: Settings = ()) -> int:
+        return -(-value.num_elements * _Classes.of(settings).bits // 8)
 
-    def encode(self, tensor: torch.Tensor, settings: tuple[float, ...]) -> torch.Tensor:
-        flat = _flat(tensor)
-        code = torch.empty(-(-flat.numel() // 8), dtype=torch.uint8, device=tensor.device)
-        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=tensor.device)
-        for start in range(0, flat.numel(), _CHUNK):
-            bits = _side(flat[start : start + _CHUNK], settings)
-            padded = torch.zeros(-(-bits.numel() // 8) * 8, dtype=torch.uint8, device=tensor.device)
-            padded[: bits.numel()] = bits
-            packed = (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
-            code[start // 8 : start // 8 + packed.numel()] = packed
+    def encode(self, tensor: torch.Tensor, settings: Settings) -> torch.Tensor:
+        classes, count = _Classes.of(settings), tensor.numel()
+        code = torch.empty(-(-count * classes.bits // 8), dtype=torch.uint8, device=tensor.device)
+        if not kernels.can_run(tensor) or (settings and tensor.dtype not in _KINDS):
+            return encode_twin(tensor, code, settings)
+        if not settings:
+            kernels.run(Kernel.MASK_PACK_BOOL, tensor, code, count=count, numbers=())
+        else:
+            numbers = (classes.bits, _KINDS[tensor.dtype], len(classes.cells))
+            reals = [number for cell in classes.cells for number in cell]
+            kernels.run(Kernel.MASK_PACK, tensor, code, count=count, numbers=numbers, reals=reals)
         return code
 
-    def decode(self, code: torch.Tensor, like: torch.Tensor, settings: tuple[float, ...]) -> torch.Tensor:
-        flat = _flat(like)
-        shifts = torch.arange(8, dtype=torch.uint8, device=code.device)
-        for start in range(0, flat.numel(), _CHUNK):
-            stretch = flat[start : start + _CHUNK]
-            packed = code[start // 8 : start // 8 + -(-stretch.numel() // 8)]
-            bits = ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[: stretch.numel()].bool()
-            if not settings:
-                stretch.copy_(bits)
-                continue
-            otherwise = settings[-1]
-            other = next(s for s in settings[2::3] if repr(s) != repr(otherwise))
-            stretch.fill_(otherwise)
-            stretch.masked_fill_(bits, other)
+    def decode(self, code: torch.Tensor, like: torch.Tensor, settings: Settings) -> torch.Tensor:
+        if not kernels.can_run(like):
+            return decode_twin(code, like, settings)
+        classes = _Classes.of(settings)
+        numbers = (classes.bits, like.element_size(), *_patterns(classes, like.dtype))
+        kernels.run(Kernel.MASK_UNPACK, code, like, count=like.numel(), numbers=numbers)
         return like
 
 
-def _side(flat: torch.Tensor, settings: tuple[float, ...]) -> torch.Tensor:
-    """True for the elements whose stand-in is not that of the rest (NaN is always of the rest)."""
+def threshold_backward_(gradient: torch.Tensor, code: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """What threshold_backward makes of the gradient and the encoded tensor, in the gradient's place and in one pass.
+
+    The gradient must have the layout of the tensor that was encoded, and the settings must be those of such a gate.
+    Autograd does not see the change: for gradients that nothing else holds.
+    """
+    if len(settings) != 4 or settings[0] != -_INF or settings[2] == settings[3]:
+        raise ValueError(f"these are not the settings of a threshold: {settings}")
+    if kernels.can_run(gradient):
+        numbers = (1, gradient.element_size())
+        kernels.run(Kernel.MASK_GATE, code, gradient, count=gradient.numel(), numbers=numbers)
+        return gradient
+    return threshold_backward_twin_(gradient, code)
+
+
+def threshold_backward_twin_(gradient: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
+    """The same in torch."""
+    whole = flat(gradient)
+    for start in range(0, whole.numel(), bits.CHUNK):
+        stretch = whole[start : start + bits.CHUNK]
+        stretch.masked_fill_(bits.unpack(code[start // 8 : (start + bits.CHUNK) // 8], 1, stretch.numel()).bool(), 0)
+    return gradient
+
+
+def encode_twin(tensor: torch.Tensor, code: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """Fill the code in torch."""
+    whole, classes = flat(tensor), _Classes.of(settings)
+    per_byte = 8 // classes.bits
+    for start in range(0, whole.numel(), bits.CHUNK):
+        packed = bits.pack(_class_of(whole[start : start + bits.CHUNK], settings), classes.bits)
+        code[start // per_byte : start // per_byte + packed.numel()] = packed
+    return code
+
+
+def decode_twin(code: torch.Tensor, like: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """Fill the tensor in torch."""
+    whole, classes = flat(like), _Classes.of(settings)
+    per_byte = 8 // classes.bits
+    for start in range(0, whole.numel(), bits.CHUNK):
+        stretch = whole[start : start + bits.CHUNK]
+        packed = code[start // per_byte : (start + bits.CHUNK) // per_byte]
+        found = bits.unpack(packed, classes.bits, stretch.numel())
+        stretch.fill_(classes.stand_ins[0])
+        for number, stand_in in enumerate(classes.stand_ins[1:], start=1):
+            stretch.masked_fill_(found == number, stand_in)
+    return like
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """A gate with its classes numbered: the cells as (low, high, class), and the stand-in of each class."""
+
+    cells: tuple[tuple[float, float, int], ...]
+    stand_ins: tuple[float, ...]
+
+    @property
+    def bits(self) -> int:
+        return 1 if len(self.stand_ins) <= 2 else 2
+
+    @staticmethod
+    def of(settings: Settings) -> _Classes:
+        """Of a mask's settings; of none it is a bool's."""
+        return _Classes._of(_with_one_nan(settings))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def _of(settings: Settings) -> _Classes:
+        if not settings:
+            return _Classes((), (0, 1))
+        stand_ins = {repr(settings[-1]): settings[-1]}  # by repr because NaN != NaN
+        for stand_in in settings[2:-1:3]:
+            stand_ins.setdefault(repr(stand_in), stand_in)
+        number = {key: index for index, key in enumerate(stand_ins)}
+        cells = zip(settings[0:-1:3], settings[1:-1:3], settings[2:-1:3], strict=True)
+        return _Classes(tuple((low, high, number[repr(s)]) for low, high, s in cells), tuple(stand_ins.values()))
+
+
+def _with_one_nan(settings: Settings) -> Settings:
+    """The same settings for a cache: NaN equals only itself, and generated code makes another one at every call."""
+    return tuple(_NAN if number != number else number for number in settings)
+
+
+@functools.lru_cache(maxsize=1024)
+def _patterns(classes: _Classes, dtype: torch.dtype) -> tuple[int, ...]:
+    """The bits of each of four stand-ins in that dtype."""
+    stand_ins = torch.zeros(4, dtype=dtype)
+    for number, stand_in in enumerate(classes.stand_ins):
+        stand_ins[number] = stand_in
+    return tuple(stand_ins.view(_WHOLE[dtype.itemsize]).tolist())
+
+
+def _class_of(elements: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """The class of each element."""
     if not settings:
-        return flat
-    otherwise = settings[-1]
-    side = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
-    cells = list(zip(settings[0:-1:3], settings[1:-1:3], settings[2:-1:3], strict=True))
-    for low, high, stand_in in reversed(cells):  # the first cell that fits wins, so it is written last
-        inside = (flat >= low) & (flat <= high)
-        side = torch.where(inside, repr(stand_in) != repr(otherwise), side)
-    return side
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+        return elements
+    found = torch.zeros(elements.shape, dtype=torch.uint8, device=elements.device)
+    for low, high, number in reversed(_Classes.of(settings).cells):  # the first cell that fits wins, so is written last
+        found.masked_fill_((elements >= low) & (elements <= high), number)
+    return found

@@ -1,7 +1,8 @@
-"""Compile the C beside this file once per machine, keep the library in memfit's cache, load it.
+"""Compile the C beside this file once per machine, keep the libraries in memfit's cache, load them.
 
-A library is kept as `native-<sources>-<compiler>-<content>.so`, each part a hash. The last is that of the file itself:
-a library cut short would not fail to load, it would kill the process at the first missing page.
+There are two: the plan evaluator beside this file, and the codecs' kernels in the folder `codecs`. One is kept as
+`native-<sources>-<compiler>-<content>.so`, the other as `codecs-...`, each part a hash. The last is that of the file
+itself: a library cut short would not fail to load, it would kill the process at the first missing page.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.cache import cache_folder
@@ -26,23 +28,42 @@ log = logging.getLogger("memfit")
 
 FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC")
 _TIMEOUT_S = 120
+_HERE = Path(__file__).parent
 
 
-def native_library() -> ctypes.CDLL | None:
+@dataclass(frozen=True)
+class Part:
+    """One library: what its file's name begins with, where its sources are, and what Python does without it."""
+
+    name: str
+    folder: Path
+    flags: tuple[str, ...]
+    otherwise: str
+
+
+EVALUATOR = Part("native", _HERE, FLAGS, "plans are evaluated in Python, not in C")
+# A product and a sum that became one operation would round otherwise than torch does. Loops with a choice between two
+# floats become vectors only if computing the one that is not chosen cannot trap.
+_CODEC_FLAGS = (*FLAGS, "-ffp-contract=off", "-fno-trapping-math", "-pthread")
+CODECS = Part("codecs", _HERE / "codecs", _CODEC_FLAGS, "codecs run in torch, not in C")
+
+
+def native_library(part: Part = EVALUATOR) -> ctypes.CDLL | None:
     """The compiled library, or None where it cannot be had; MEMFIT_NATIVE=0 asks for None."""
     if os.environ.get("MEMFIT_NATIVE") == "0":
-        _explain("MEMFIT_NATIVE=0 is set")
+        _explain("MEMFIT_NATIVE=0 is set", part.otherwise)
         return None
-    return _library(cache_folder(), os.environ.get("CC"))
+    return _library(cache_folder(), os.environ.get("CC"), part)
 
 
 @functools.cache
-def _library(folder: Path, chosen: str | None) -> ctypes.CDLL | None:
+def _library(folder: Path, chosen: str | None, part: Part) -> ctypes.CDLL | None:
     """Take it from the folder, or compile it."""
-    sources = _sources()
-    name = f"native-{_hash_of_sources(sources)}"
+    sources = _sources(part)
+    name = f"{part.name}-{_hash_of_sources(sources, part.flags)}"
     compiler = _find_compiler(chosen)
-    # Where there is no compiler, a library that any compiler made is as good: whole numbers leave no room for opinion.
+    # Where there is no compiler, a library that any compiler made is as good: whole numbers, and single operations on
+    # floats, leave no room for opinion.
     pattern = f"{name}-*.so" if compiler is None else f"{name}-{_hash_of_compiler(compiler)}-*.so"
     for path in _kept(folder, pattern):
         try:
@@ -50,29 +71,30 @@ def _library(folder: Path, chosen: str | None) -> ctypes.CDLL | None:
         except OSError as error:  # made for another libc, in a home that machines share
             log.info("the native library %s does not load: %s", path, error)
     if compiler is None:
-        _explain(f"there is no C compiler {chosen!r}" if chosen else "there is no C compiler (cc, gcc; or set CC)")
+        why = f"there is no C compiler {chosen!r}" if chosen else "there is no C compiler (cc, gcc; or set CC)"
+        _explain(why, part.otherwise)
         return None
     try:
-        return _compile(compiler, sources, folder, f"{name}-{_hash_of_compiler(compiler)}")
+        return _compile([*compiler, *part.flags], sources, folder, f"{name}-{_hash_of_compiler(compiler)}")
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None)
-        _explain(f"{error}{': ' + said.strip() if said else ''}")
+        _explain(f"{error}{': ' + said.strip() if said else ''}", part.otherwise)
         return None
 
 
 @functools.cache
-def _explain(why: str) -> None:
-    """Say once why planning is slower than it could be."""
-    log.info("plans are evaluated in Python, not in C: %s", why)
+def _explain(why: str, otherwise: str) -> None:
+    """Say once why something is slower than it could be."""
+    log.info("%s: %s", otherwise, why)
 
 
-def _sources() -> list[Path]:
-    return sorted(Path(__file__).parent.glob("*.[ch]"))
+def _sources(part: Part = EVALUATOR) -> list[Path]:
+    return sorted(part.folder.glob("*.[ch]"))
 
 
-def _hash_of_sources(sources: list[Path]) -> str:
+def _hash_of_sources(sources: list[Path], flags: tuple[str, ...] = FLAGS) -> str:
     """Of everything that decides what the library does, and where it can be loaded."""
-    found = hashlib.sha256(repr((FLAGS, sys.platform, platform.machine(), ctypes.sizeof(ctypes.c_void_p))).encode())
+    found = hashlib.sha256(repr((flags, sys.platform, platform.machine(), ctypes.sizeof(ctypes.c_void_p))).encode())
     for path in sources:
         found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:16]
@@ -111,12 +133,14 @@ def _kept(folder: Path, pattern: str) -> Iterator[Path]:
             log.info("cannot read the native library %s: %s", path, error)
 
 
-def _compile(compiler: list[str], sources: list[Path], folder: Path, name: str) -> ctypes.CDLL:
+def _compile(command: list[str], sources: list[Path], folder: Path, name: str) -> ctypes.CDLL:
     """Compile aside, move into the folder whole, load from there; or load from aside if nothing can be kept."""
     with tempfile.TemporaryDirectory(prefix="memfit-") as aside:
         built = Path(aside) / f"{name}.so"
-        command = [*compiler, *FLAGS, *(str(path) for path in sources if path.suffix == ".c"), "-o", str(built)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        files = [str(path) for path in sources if path.suffix == ".c"]
+        subprocess.run(
+            [*command, *files, "-o", str(built)], check=True, capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
         content = built.read_bytes()
         path = folder / f"{name}-{_digest(content)}.so"
         try:

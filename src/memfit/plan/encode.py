@@ -15,7 +15,9 @@ from memfit.capture.needs import Need, gate_of
 from memfit.capture.rewrites.draft import Draft
 from memfit.capture.schemas import operand_needs, visible_arguments
 from memfit.capture.step import Ghost, Half, Op, Ref, Step, Value, map_refs
+from memfit.codecs.bounds import bounds_of
 from memfit.codecs.codec import Reading
+from memfit.codecs.pool import pool_of
 from memfit.codecs.registry import codec
 from memfit.errors import BadOption
 from memfit.plan.decisions import Decision, Decisions, Encode, EncodeThenOffload, Moments, Offload, Recompute
@@ -112,8 +114,13 @@ def _readings(step: Step, index: int, value: int) -> Iterator[Reading]:
     op = step.ops[index]
     for operand, read, need in operand_needs(op, step.values):
         if read == value:
-            gate = gate_of(op.target, operand, visible_arguments(op, step.values)) if need is Need.SIGN else None
-            yield Reading(need, gate)
+            arguments = visible_arguments(op, step.values)
+            yield Reading(
+                need,
+                gate_of(op.target, operand, arguments) if need is Need.SIGN else None,
+                pool_of(op.target, arguments) if need is Need.WINDOW else None,
+                bounds_of(op.target, operand, arguments),
+            )
 
 
 def _layout(value: Value) -> tuple[object, ...]:
@@ -128,9 +135,10 @@ def _maker(step: Step, storage: int) -> str:
 def _insert(draft: Draft, step: Step, storage: int, candidate: _Candidate, name: str) -> Value:
     """Put the two ops in, and let backward read what comes out of the second."""
     known, value = step.storage[storage], candidate.value
-    settings = codec(name).settings(candidate.readings)
+    chosen = codec(name)
+    settings = chosen.settings(candidate.readings)
     assert known.last_forward is not None and known.first_backward is not None and known.maker is not None
-    size = codec(name).code_bytes(value)
+    size = chosen.code_bytes(value, settings)
     flat = replace(value, shape=(size,), stride=(1,), offset=0, dtype=torch.uint8)
     code = draft.new_value(flat, f"{value.name}_code")
     fresh = draft.new_value(value, f"{value.name}_decoded")
@@ -142,9 +150,9 @@ def _insert(draft: Draft, step: Step, storage: int, candidate: _Candidate, name:
     def op(target: str, args: tuple[object, ...], output: Value, half: Half) -> Op:
         return Op(target, args, (), (output.id,), False, half, path, source)
 
-    encoding = op("memfit.encode", (Ref(made_forward[-1]), settings, name), code, Half.FORWARD)
+    encoding = op("memfit.encode", (Ref(made_forward[-1]), settings, chosen.name), code, Half.FORWARD)
     draft.insert_before(known.last_forward + 1, encoding)
-    decoding = op("memfit.decode", (Ref(code.id), layout, settings, name), fresh, Half.BACKWARD)
+    decoding = op("memfit.decode", (Ref(code.id), layout, settings, chosen.name), fresh, Half.BACKWARD)
     draft.insert_before(known.first_backward, decoding)
     members = set(known.values)
     for index in range(known.first_backward, len(step.ops)):

@@ -1,0 +1,87 @@
+/* The door: choose the machine's table, cut the call into shares, run them on threads. */
+#define _GNU_SOURCE
+#include <pthread.h>
+
+#include "codecs.h"
+
+enum { MAX_THREADS = 64, LEAST_SHARE = 1 << 16 /* elements: below that a thread costs more than it does */ };
+
+struct share {
+    kernel *run;
+    const struct job *job;
+    int64_t begin, end, start, stop, result;
+};
+
+int memfit_codecs_have_avx2(void) {
+#ifdef MEMFIT_HAS_AVX2_TABLE
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c") &&
+           __builtin_cpu_supports("popcnt");
+#else
+    return 0;
+#endif
+}
+
+static void *run_share(void *given) {
+    struct share *share = given;
+    share->result = share->run(share->job, share->begin, share->end, share->start, share->stop);
+    return NULL;
+}
+
+/* Run every share, the last on this thread; one that gets no thread runs here too. */
+static int64_t run_shares(struct share *shares, int num_shares) {
+    pthread_t threads[MAX_THREADS];
+    int is_running[MAX_THREADS];
+    int64_t total = 0;
+    for (int i = 0; i < num_shares - 1; i++)
+        is_running[i] = pthread_create(&threads[i], NULL, run_share, &shares[i]) == 0;
+    run_share(&shares[num_shares - 1]);
+    for (int i = 0; i < num_shares - 1; i++) {
+        if (is_running[i])
+            pthread_join(threads[i], NULL);
+        else
+            run_share(&shares[i]);
+    }
+    for (int i = 0; i < num_shares; i++)
+        total += shares[i].result;
+    return total;
+}
+
+/* Values that are packed one after the other go where the shares before have left off, so those are counted first.
+ * numbers[1] is the capacity; more than that is not begun. */
+static int64_t count_ahead(kernel *const *kernels, struct share *shares, int num_shares) {
+    kernel *encode = shares[0].run;
+    int64_t position = 0;
+    for (int i = 0; i < num_shares; i++)
+        shares[i].run = kernels[SPARSE_COUNT];
+    int64_t total = run_shares(shares, num_shares);
+    for (int i = 0; i < num_shares; i++) {
+        shares[i].run = encode;
+        shares[i].start = position;
+        position += shares[i].result;
+        shares[i].stop = i + 1 < num_shares ? position : INT64_MAX;
+    }
+    return total;
+}
+
+int64_t memfit_codecs_run(int which, const struct job *job, int num_threads, int use_avx2) {
+    kernel *const *kernels = memfit_plain_kernels;
+#ifdef MEMFIT_HAS_AVX2_TABLE
+    if (use_avx2 && memfit_codecs_have_avx2())
+        kernels = memfit_avx2_kernels;
+#endif
+    int64_t num_shares = least(least(num_threads, MAX_THREADS), job->count / LEAST_SHARE);
+    if (num_shares < 2)
+        return kernels[which](job, 0, job->count, 0, INT64_MAX);
+    struct share shares[MAX_THREADS];
+    int64_t length = (job->count / num_shares + GRAIN - 1) / GRAIN * GRAIN;
+    for (int i = 0; i < num_shares; i++)
+        shares[i] = (struct share){kernels[which], job, least(i * length, job->count),
+                                   least((i + 1) * length, job->count), 0, INT64_MAX, 0};
+    if (which == SPARSE_ENCODE || which == CSR_ENCODE) {
+        int64_t total = count_ahead(kernels, shares, (int)num_shares);
+        if (total > job->numbers[1])
+            return total;
+    }
+    return run_shares(shares, (int)num_shares);
+}
