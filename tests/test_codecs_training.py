@@ -14,13 +14,17 @@ from torch import nn
 import memfit
 from memfit.capture.needs import Need
 from memfit.capture.rewrites import rewrite
+from memfit.capture.rewrites.proof import AssumedProofs
 from memfit.capture.step import Step
 from memfit.codecs import dense
 from memfit.codecs.codec import Reading
 from memfit.codecs.registry import LOSSLESS_NAMES, LOSSY_NAMES, codec
-from memfit.cost.costs import Costs
+from memfit.cost.costs import Costs, free_of_charge
+from memfit.errors import BadOption
 from memfit.plan.decisions import Decision, Encode, EncodeThenOffload, from_text, to_text
 from memfit.plan.encode import encode_step, why_not_encode
+from memfit.plan.plan import Plan
+from memfit.plan.planner import plan_step
 from memfit.plan.policies.policy import Policy
 from memfit.plan.policies.registry import POLICIES
 from memfit.plan.rerun import Reruns
@@ -47,7 +51,7 @@ def encoding() -> Iterator[Callable[..., str]]:
 
         name = f"encoding-{len(made)}"
         made.append(name)
-        POLICIES[name] = Policy(name, "for tests", decide)
+        POLICIES[name] = Policy(name, "for tests", decide, is_lossy=any(codec(c).is_lossy for c in codecs))
         return name
 
     dense.forget_fallbacks()
@@ -183,3 +187,16 @@ def test_lossy_gradients_are_near_eagers(encoding: Callable[..., str], name: str
     found = torch.cat([p.grad.flatten() for p in model.parameters()])
     off = float((found - exact).norm() / exact.norm())
     assert 0 < off < {"fp16": 1e-3, "bf16": 1e-2, "int4": 0.2}.get(name, 0.05)
+
+
+def test_lossy_codecs_are_refused_of_a_policy_that_does_not_say_so() -> None:
+    step = rewrite(memfit.capture(net(nn.ReLU()), (torch.randn(2, 2, 9, 9),)), proofs=AssumedProofs())
+    storage = next(s for s in Reruns(step).owned if not why_not_encode(step, s, "fp8"))
+    decisions = {storage: Encode("fp8")}
+    with pytest.raises(BadOption, match=r"policy 'keep' encodes storage \d+ .* as 'fp8', which is lossy"):
+        plan_step(step, free_of_charge(step), decisions=decisions)
+    kept = plan_step(step, free_of_charge(step)).plan
+    assert kept is not None
+    data = kept.to_dict() | {"decisions": {str(storage): "encode:fp8"}}
+    with pytest.raises(BadOption, match="the plan encodes storage"):
+        Plan.from_dict(data, step, device=kept.device)

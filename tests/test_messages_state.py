@@ -38,6 +38,19 @@ def test_draws_are_seen_while_our_own_threads_move_bytes(tmp_path: Path) -> None
     tier.close()
 
 
+def test_numpys_draws_are_seen_beside_other_threads() -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        model = memfit.fit(Outer(lambda m, y: y * float(numpy.random.rand())))
+        with pytest.raises(CaptureError, match="numpy's generator"):
+            model(rows())
+    finally:
+        stop.set()
+        thread.join()
+
+
 def test_numpys_random_in_forward_is_refused() -> None:
     text = refusal(lambda m, y: y * float(numpy.random.rand()))
     assert "numpy's generator" in text and "torch.rand" in text

@@ -131,16 +131,16 @@ def _draws_by_state(drawn: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _draws_by_calls(drawn: list[str]) -> Iterator[None]:
-    """With several threads the states move by themselves, so look at this thread's calls instead (slower)."""
-    python, legacy = random._inst, numpy.random.mtrand._rand
+    """With several threads the states move by themselves, so look at this thread's calls instead (slower).
+
+    numpy's draws are Cython's and no profiler sees them. If its state has moved, it may have been another thread, but a
+    draw that is frozen without a word is worse than a refusal too many.
+    """
+    python, numpys = random._inst, numpy.random.get_state()
 
     def saw(frame: Any, event: str, function: Any) -> None:
-        if event == "c_call":
-            owner = getattr(function, "__self__", None)
-            if owner is python:
-                drawn.append("Python's `random`")
-            elif owner is legacy:
-                drawn.append("numpy's generator")
+        if event == "c_call" and getattr(function, "__self__", None) is python:
+            drawn.append("Python's `random`")
 
     before = sys.getprofile()
     sys.setprofile(saw)
@@ -148,3 +148,5 @@ def _draws_by_calls(drawn: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(before)
+        if any(not numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), numpys, strict=True)):
+            drawn.append("numpy's generator (or another thread does, meanwhile)")

@@ -18,7 +18,7 @@ from memfit.capture.step import Ghost, Half, Op, Ref, Step, Value, map_refs
 from memfit.codecs.bounds import bounds_of
 from memfit.codecs.codec import Reading
 from memfit.codecs.pool import pool_of
-from memfit.codecs.registry import codec
+from memfit.codecs.registry import LOSSLESS_NAMES, codec
 from memfit.errors import BadOption
 from memfit.plan.decisions import Decision, Decisions, Encode, EncodeThenOffload, Moments, Offload, Recompute
 
@@ -77,6 +77,17 @@ def _renumbered(decision: Decision, number: list[int], num_forward: int) -> Deci
                 tier, Moments(send, None if sent is None else min(number[sent], num_forward), fetch, fetched)
             )
     return decision
+
+
+def refuse_lossy(step: Step, decisions: Decisions, *, who: str) -> None:
+    """Raise if a decision would change the gradients: only a policy that says so of itself may do that."""
+    for storage, decision in sorted(decisions.items()):
+        if isinstance(decision, (Encode, EncodeThenOffload)) and codec(decision.codec).is_lossy:
+            raise BadOption(
+                f"{who} encodes storage {storage} ({step.storage_bytes[storage]:,} bytes, {_maker(step, storage)}) as "
+                f"'{decision.codec}', which is lossy: gradients would differ from eager's. Lossless codecs: "
+                f"{', '.join(LOSSLESS_NAMES)}"
+            )
 
 
 def why_not_encode(step: Step, storage: int, name: str) -> str:

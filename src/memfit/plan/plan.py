@@ -12,7 +12,7 @@ from memfit.capture.step import Step
 from memfit.errors import MemfitError
 from memfit.plan.check import check
 from memfit.plan.decisions import Decisions, from_text, to_text
-from memfit.plan.encode import encode_step
+from memfit.plan.encode import encode_step, refuse_lossy
 from memfit.plan.program import Program, instructions_from_lists, instructions_to_lists
 
 _FORMAT = 1
@@ -87,6 +87,7 @@ class Plan:
             policy, budget, peak = str(data["policy"]), data["budget_bytes"], int(data["peak_bytes"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WrongPlan(f"the plan for step {step.digest} is damaged: {error}") from error
+        refuse_lossy(step, decisions, who="the plan")
         program = Program(encode_step(step, decisions).step, instructions)
         check(program)
         return cls(step, decisions, program, policy, device, budget, peak)

@@ -13,6 +13,7 @@ from memfit.errors import DoesNotFit
 from memfit.plan.budget import Budget, optimizer_bytes
 from memfit.plan.check import check
 from memfit.plan.decisions import Decision, Decisions, Offload
+from memfit.plan.encode import refuse_lossy
 from memfit.plan.ledger import Ledger
 from memfit.plan.lower import lower
 from memfit.plan.plan import Plan
@@ -177,6 +178,8 @@ def plan_step(
             decisions, costs, note = decided.decisions, decided.costs, decided.note
         else:
             decisions = decided
+    if not chosen.is_lossy:
+        refuse_lossy(step, decisions, who=f"policy '{policy}'")
     timeline = simulate(lower(step, decisions, costs, budget_bytes=room), costs) if decisions or costs.picked else keep
     program = timeline.program
     check(program, workspace_bytes=[c.workspace_bytes for c in costs.of(program.step)], peak_bytes=timeline.peak_bytes)

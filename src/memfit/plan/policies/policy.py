@@ -35,6 +35,7 @@ class Policy:
         decide: (step, costs, budget in bytes or None) -> decisions. None for an account that no program can follow.
         summary: one line for people.
         asks_costs: its decisions depend on seconds and workspaces, so that they must be measured before it is run.
+        is_lossy: it may choose lossy codecs, with which gradients are not eager's; of others such choices are refused.
         fills_device: without a budget it plans for all of the device's memory; others have a rule of their own.
     """
 
@@ -43,3 +44,4 @@ class Policy:
     decide: Decide | None
     asks_costs: bool = False
     fills_device: bool = False
+    is_lossy: bool = False
