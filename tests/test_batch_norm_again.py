@@ -101,6 +101,17 @@ def test_other_layouts_are_run_again_whole() -> None:
     assert any(op.target in BATCH_NORMS for op in step.ops) and not any(op.again for op in step.ops)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_signs_of_zeros_and_factors_that_overflow_come_out_alike(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 3, 5, 5, dtype=dtype) * 1e-20
+    weight = torch.tensor([-0.0, torch.finfo(dtype).max, 1.0], dtype=dtype)
+    bias = torch.tensor([-0.0, 1.0, -0.0], dtype=dtype)
+    out, mean, invstd = torch.ops.aten.native_batch_norm.default(x, weight, bias, None, None, True, 0.1, 1e-30)
+    again = torch.ops.memfit_ops.renormalise.default(x, weight, bias, mean, invstd)
+    assert not torch.isfinite(out[:, 1]).any() and (out[:, 0] == 0).all()
+    assert same_bits(out.nan_to_num(), again.nan_to_num()) and torch.equal(out.isnan(), again.isnan())
+
+
 def test_infinities_and_nan_come_out_alike() -> None:
     x = torch.randn(4, 3, 5, 5)
     x[0, 0, 0, 0], x[1, 1, 2, 2] = float("inf"), float("nan")

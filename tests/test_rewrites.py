@@ -106,7 +106,7 @@ def test_rewrites_that_fail_their_self_test_leave_the_plain_ops() -> None:
         "shape-only",
         "log-softmax",
         "reinplace",
-        "batch-norm from statistics",
+        "batch-norm by evaluation",
     }
     bare = rewrite(plain(), without=frozenset(NAMES) - {"detach", "running-stats"})
     assert targets(step) == targets(bare) and num_ghosts(step) == 0

@@ -17,16 +17,14 @@ def renormalise(
 ) -> torch.Tensor:
     """What training-mode batch norm made of the input, from the statistics it saved: one pass instead of three.
 
-    The training kernel computes fma(x, alpha, beta) with alpha = invstd * weight and beta = fma(-mean, alpha, bias).
-    No elementwise op of torch is such an fma, but the kernel for evaluation is, given statistics that change nothing:
-    once for beta, as the norm of -mean, and once for the result.
+    The kernel computes x * alpha + beta with alpha = invstd * weight and beta = bias - mean * alpha, fused in its own
+    way, and so does the one for evaluation with 1 / sqrt(variance + eps) for invstd. Asked to evaluate with a variance
+    of 1, no eps and alpha for its weight, it goes through the same numbers. No elementwise op of torch does.
     """
-    normalise = torch.ops.aten.native_batch_norm.default
-    zero, one = torch.zeros_like(invstd), torch.ones_like(invstd)
     alpha = invstd if weight is None else invstd * weight
-    column = mean.neg().view(1, -1, *(1,) * (input.dim() - 2))
-    beta = normalise(column, alpha, zero if bias is None else bias, zero, one, False, 0.0, 0.0)[0].view(-1)
-    result: torch.Tensor = normalise(input, alpha, beta, zero, one, False, 0.0, 0.0)[0]
+    result: torch.Tensor = torch.ops.aten.native_batch_norm.default(
+        input, alpha, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0
+    )[0]
     return result
 
 

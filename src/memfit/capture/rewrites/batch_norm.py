@@ -70,9 +70,9 @@ def _holds(op: Op, step: Step, proofs: Proofs) -> bool:
     if not is_testable(*known):
         return False
     signature = (op.target, eps, *(None if value is None else layout(value) for value in operands))
-    # Named anew when it was made stricter: outcomes are kept on disk.
+    # Named for the form that was tested: outcomes are kept on disk.
     return proofs.holds(
-        "batch-norm from statistics",
+        "batch-norm by evaluation",
         signature,
         lambda: all(_same_from_statistics(operands, eps, 3 * draw) for draw in range(_NUM_DRAWS)),
     )
