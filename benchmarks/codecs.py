@@ -3,6 +3,10 @@
 Figures are gigabytes of the tensor per second, whatever the code's size: what the tensor's side of a step sees. Each
 round times memcpy and every kernel once, so that a busy moment hits all alike; the fastest of the rounds counts. The
 memory is touched before, so that page faults are not in the figures. memcpy is a copy of the same tensor.
+
+Backward ops that read a code are there too, in bytes of the gradient they make: ReLU's from its mask, max-pool's from
+the slots of its windows. Beside each is torch's own, which reads the tensor or the indices. ReLU's that are not in
+place take fresh memory at every call, and that is in their figures.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ from collections.abc import Callable
 import torch
 
 from memfit.codecs import kernels
-from memfit.codecs.mask import threshold_backward_
+from memfit.codecs.gating import threshold_backward, threshold_backward_
+from memfit.codecs.pool import Pool
+from memfit.codecs.pooling import max_pool_backward
 from memfit.codecs.registry import ALL_NAMES, codec
 from memfit.codecs.samples import sample
 
@@ -47,10 +53,49 @@ def calls(num_bytes: int) -> dict[str, tuple[int, Callable[[], object]]]:
         if name == "mask":
             gradient = torch.randn_like(drawn.tensor)
 
-            def gate(gradient=gradient, code=code, drawn=drawn) -> None:
+            def gate_in_place(gradient=gradient, code=code, drawn=drawn) -> None:
                 threshold_backward_(gradient, code, drawn.settings)
 
-            found["mask on gradient"] = (gradient.nbytes, gate)
+            def gate(gradient=gradient, code=code, drawn=drawn) -> None:
+                threshold_backward(gradient, code, drawn.settings)
+
+            def torchs(gradient=gradient, drawn=drawn) -> None:
+                torch.ops.aten.threshold_backward(gradient, drawn.tensor, 0)
+
+            found["relu backward, in place"] = (gradient.nbytes, gate_in_place)
+            found["relu backward"] = (gradient.nbytes, gate)
+            found["relu backward, torch"] = (gradient.nbytes, torchs)
+    return {**found, **poolings(num_bytes)}
+
+
+POOLINGS = {
+    "2x2": Pool((112, 112), (2, 2), (2, 2), (0, 0), (1, 1)),
+    "3x3": Pool((56, 56), (3, 3), (2, 2), (1, 1), (1, 1)),
+}
+
+
+def poolings(num_bytes: int) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Max-pool's backward from the code of its indices, and torch's from the indices."""
+    found: dict[str, tuple[int, Callable[[], object]]] = {}
+    backward = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
+    for name, pool in POOLINGS.items():
+        for place, memory_format in (("", torch.contiguous_format), (", nhwc", torch.channels_last)):
+            num_images = max(num_bytes // (4 * 64 * pool.input_size[0] * pool.input_size[1]), 1)
+            inputs = torch.randn(num_images, 64, *pool.input_size).relu_().contiguous(memory_format=memory_format)
+            geometry = (pool.kernel, pool.stride, pool.padding, pool.dilation)
+            _, indices = torch.nn.functional.max_pool2d(inputs, *geometry, return_indices=True)
+            settings = tuple(map(float, pool.numbers()))
+            code = codec("window").encode(indices, settings)
+            gradient = torch.empty_like(indices, dtype=torch.float32).normal_()
+
+            def fused(gradient=gradient, code=code, like=inputs, settings=settings) -> None:
+                max_pool_backward(gradient, code, like, settings)
+
+            def torchs(gradient=gradient, like=inputs, geometry=geometry, indices=indices) -> None:
+                backward(gradient, like, *geometry, False, indices, grad_input=like)
+
+            found[f"pool {name}{place}"] = (inputs.nbytes, fused)
+            found[f"pool {name}{place}, torch"] = (inputs.nbytes, torchs)
     return found
 
 
@@ -81,7 +126,7 @@ def main() -> None:
         return
     print(f"{options.megabytes} MB, {options.threads} thread(s), AVX2 {'used' if kernels.has_avx2() else 'not there'}")
     for name, speed in speeds.items():
-        print(f"{name:<20} {speed:7.2f} GB/s   {speed / copy:5.2f} of memcpy")
+        print(f"{name:<24} {speed:7.2f} GB/s   {speed / copy:5.2f} of memcpy")
 
 
 if __name__ == "__main__":

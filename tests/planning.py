@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -64,8 +65,9 @@ def priced(
     return Costs("test", by_signature, {link.tier: link for link in links}, memory_bytes=memory_bytes)
 
 
+@functools.lru_cache(maxsize=8)
 def planned_network(name: str, *, batch: int, image: int | None = None, rewritten: bool = True) -> Step:
-    """A network of the zoo with its loss, captured without making any tensor of its size."""
+    """A network of the zoo with its loss, captured without making any tensor of its size; the same one every time."""
     example = zoo.load(name, batch=batch, image=image, device="meta")
     step = capture(
         example.model.train(),

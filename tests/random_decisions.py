@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from memfit.capture.step import Step
-from memfit.codecs.registry import NAMES as CODECS
+from memfit.codecs.registry import LOSSLESS_NAMES as CODECS
 from memfit.cost.costs import Costs
 from memfit.plan.decisions import Decision, Decisions, Encode, EncodeThenOffload, Keep, Moments, Offload, Recompute
 from memfit.plan.encode import why_not_encode

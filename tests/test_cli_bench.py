@@ -21,7 +21,7 @@ def test_checkpoint_search_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert alexnet["published_cut"] == 0.34 and alexnet["cut"] == pytest.approx(0.5384, abs=1e-4)
     assert (resnet["batch"], resnet["published_cut"]) == (256, 0.35)
     assert nin["published_cut"] is None and 0 < nin["cut"] < 1  # not in their table; the zoo's own batch
-    assert all(0 <= row["solve_s"] < 1 for row in rows)
+    assert all(row["solve_s"] >= 0 for row in rows)
 
 
 def test_another_batch_has_no_published_figure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,18 +29,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.capture.needs import Gate, Need, gate_of
-from memfit.codecs import kernels, mask
+from memfit.codecs import bits, gating, kernels, mask
 from memfit.codecs.codec import PackedCodec, Reading
 from memfit.codecs.mask import Mask
 from memfit.codecs.pool import Pool
 from memfit.codecs.registry import codec
 from memfit.codecs.sparse import BLOCK, CompactedCodec
+from memfit.codecs.sparse_float import SparseFloat
 from memfit.native import library
 
 needs_compiler = pytest.mark.skipif(not kernels.can_run(torch.empty(0)), reason="there is no C compiler")
 pytestmark = needs_compiler
 
 LOSSY = ["fp16", "bf16", "fp10", "fp8", "int8:5", "int4:4294967295"]
+SPARSE_LOSSY = ["sparse-fp16", "sparse-bf16", "sparse-fp10", "sparse-fp8"]
 OFFSETS = [0, 1, 2, 4, 12]
 TABLES = [contextlib.nullcontext, without_avx2]
 HARDTANH = gate_of("aten.hardtanh_backward.default", "self", {"min_val": -1.0, "max_val": 1.0})
@@ -74,6 +76,10 @@ def _meaning(chosen: PackedCodec, tensor: torch.Tensor, settings: tuple[float, .
         said[used * item : room * item] = False
         if chosen.name == "csr":
             said[room * item + 4 * -(-tensor.numel() // BLOCK) + used :] = False
+    if isinstance(chosen, SparseFloat):
+        num_values = torch.tensor([int((b.view(torch.int32) != 0).sum()) for b in tensor.reshape(-1).split(BLOCK)])
+        capacity = chosen.capacity_bytes(tensor.numel(), settings)
+        said[int(chosen.block_bytes(num_values).sum()) : capacity] = False
     return said
 
 
@@ -112,6 +118,30 @@ def test_sparse_kernels_are_their_twins(name, capacity, seed, count, offsets, ta
     chosen = codec(f"{name}:{capacity}")
     with table():
         assert_twins(chosen, floats(seed, count, dtype=dtype, zeros=zeros), chosen.settings([VALUE]), offsets=offsets)
+
+
+@quick
+@given(
+    name=st.sampled_from(SPARSE_LOSSY),
+    capacity=st.sampled_from([1.0, 0.5, 0.31]),
+    seed=st.integers(0, 10**6),
+    count=st.sampled_from([*SIZES, 20_000]),
+    offsets=st.tuples(st.sampled_from(OFFSETS), st.sampled_from(OFFSETS)),
+    table=st.sampled_from(TABLES),
+    zeros=st.sampled_from([0.0, 0.45, 0.65, 0.7, 0.99, 1.0]),
+    readings=st.sampled_from([(RELU,), (VALUE,)]),
+)
+def test_sparse_lossy_kernels_are_their_twins(name, capacity, seed, count, offsets, table, zeros, readings) -> None:
+    chosen = codec(f"{name}:{capacity}")
+    tensor = floats(seed, count, zeros=zeros, only_finite=name == "sparse-fp8" and seed % 5 != 0)
+    with table():
+        assert_twins(chosen, tensor, chosen.settings(readings), offsets=offsets)
+
+
+@pytest.mark.parametrize("name", SPARSE_LOSSY)
+def test_twins_of_several_chunks_are_their_kernels(name: str) -> None:
+    tensor = floats(9, 2 * bits.CHUNK + 777, zeros=0.6, only_finite=True)
+    assert_twins(codec(f"{name}:0.5"), tensor, codec(f"{name}:0.5").settings([RELU]))
 
 
 @quick
@@ -188,22 +218,32 @@ def test_mask_kernels_are_their_twins(
         assert same_bits(back, mask.decode_twin(code, torch.zeros_like(tensor), settings))
         if gate is RELU.gate and settings:
             gradient = misaligned(floats(seed + 1, count).to(dtype), offsets[0])
-            plain = mask.threshold_backward_twin_(gradient.clone(), code)
-            assert same_bits(mask.threshold_backward_(gradient, code, settings), plain)
+            plain = gating.threshold_backward_twin(gradient, code, torch.empty_like(gradient))
+            assert same_bits(gating.threshold_backward_twin(gradient.clone(), code, gradient.clone()), plain)
+            assert same_bits(gating.threshold_backward(gradient, code, settings), plain)
+            assert same_bits(gating.threshold_backward_(gradient, code, settings), plain)
 
 
 MANY = 300_001  # enough for several threads to get a share each
 
 
-@pytest.mark.parametrize("name", ["mask", "fp16", "bf16", "fp10", "fp8", "int8", "int4", "sparse:0.5", "csr:0.5"])
-def test_threads_make_the_same_code(name: str) -> None:
-    chosen, tensor = codec(name), floats(8, MANY, zeros=0.6, only_finite=True)
+@pytest.mark.parametrize("count", [MANY, 3 * 768 * 100 + 1])  # the second: a few beyond equal shares of whole grains
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mask", "fp16", "bf16", "fp10", "fp8", "int8", "int4", "sparse:0.5", "csr:0.5"),
+        *(f"{name}:0.5" for name in SPARSE_LOSSY),
+    ],
+)
+def test_threads_make_the_same_code(name: str, count: int) -> None:
+    chosen, tensor = codec(name), floats(8, count, zeros=0.6, only_finite=True)
+    tensor[-1] = -3.0
     settings = chosen.settings([RELU])
     found = []
     for threads in (1, 3):
         with num_threads(threads):
             code = chosen.encode(tensor, settings)
-            found.append((code, chosen.decode(code, torch.empty_like(tensor), settings)))
+            found.append((code, chosen.decode(code, torch.full_like(tensor, threads), settings)))
     said = _meaning(chosen, tensor, settings) if isinstance(chosen, PackedCodec) else slice(None)
     assert torch.equal(found[0][0][said], found[1][0][said])
     assert same_bits(found[0][1], found[1][1])
@@ -235,6 +275,18 @@ def test_threads_agree_on_the_capacity(name: str, threads: int) -> None:
         for num_values, fits in ((room, True), (room + 1, False)):
             tensor[-num_values:] = 1.5
             assert packed(chosen, tensor, settings, twin=False)[1] is fits
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", SPARSE_LOSSY)
+def test_threads_agree_on_the_capacity_of_lossy_values(name: str, threads: int) -> None:
+    chosen, tensor = codec(f"{name}:0.5"), torch.zeros(MANY)
+    settings = chosen.settings([VALUE])
+    with num_threads(threads):
+        for num_values, fits in ((MANY // 2, True), (MANY // 2 + 3 * MANY // 256, False)):
+            tensor[-num_values:] = 1.5
+            assert packed(chosen, tensor, settings, twin=False)[1] is fits
+            assert packed(chosen, tensor, settings, twin=True)[1] is fits
 
 
 # --- how they are compiled --------------------------------------------------------------------------------------------

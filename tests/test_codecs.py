@@ -15,7 +15,8 @@ from memfit.capture.needs import Gate, Need, gate_of
 from memfit.codecs import dense, mask
 from memfit.codecs.bounds import bounds_of
 from memfit.codecs.codec import Codec, Reading
-from memfit.codecs.mask import Mask, threshold_backward_
+from memfit.codecs.gating import threshold_backward, threshold_backward_
+from memfit.codecs.mask import Mask
 from memfit.codecs.registry import ALL_NAMES, LOSSLESS_NAMES, LOSSY_NAMES, codec
 from memfit.codecs.samples import sample
 from memfit.errors import BadOption
@@ -24,6 +25,7 @@ HARDTANH = gate_of("aten.hardtanh_backward.default", "self", {"min_val": -1.0, "
 THREE_WAY = gate_of("aten.sign.default", "self", {})
 HARDSIGMOID = gate_of("aten.hardsigmoid_backward.default", "self", {})
 LEAKY = gate_of("aten.leaky_relu_backward.default", "self", {})
+SPARSE_LOSSY = [name for name in LOSSY_NAMES if name.startswith("sparse-")]
 
 
 def there_and_back(chosen: Codec, tensor: torch.Tensor, readings: list[Reading]) -> torch.Tensor:
@@ -103,12 +105,23 @@ def test_the_gate_applied_to_the_gradient_is_threshold_backward(
     code = Mask().encode(tensor, settings)
     expected = torch.ops.aten.threshold_backward(gradient, tensor, threshold)
     assert same_bits(threshold_backward_(gradient.clone(), code, settings), expected)
+    before = gradient.clone()
+    assert same_bits(threshold_backward(gradient, code, settings), expected)
+    assert same_bits(gradient, before), "only read"
+
+
+def test_a_gated_gradient_has_the_gradients_layout() -> None:
+    tensor, gradient = (torch.randn(2, 3, 5, 7).to(memory_format=torch.channels_last) for _ in range(2))
+    settings = Mask().settings([RELU])
+    gated = threshold_backward(gradient, Mask().encode(tensor, settings), settings)
+    assert same_bits(gated, torch.ops.aten.threshold_backward(gradient, tensor, 0))
 
 
 def test_another_gate_is_not_taken_for_a_threshold() -> None:
     settings = Mask().settings([Reading(Need.SIGN, HARDTANH)])
-    with pytest.raises(ValueError, match="not the settings of a threshold"):
-        threshold_backward_(torch.ones(8), torch.zeros(2, dtype=torch.uint8), settings)
+    for call in (threshold_backward, threshold_backward_):
+        with pytest.raises(ValueError, match="not the settings of a threshold"):
+            call(torch.ones(8), torch.zeros(2, dtype=torch.uint8), settings)
 
 
 # --- sparse, csr ------------------------------------------------------------------------------------------------------
@@ -130,7 +143,7 @@ def test_sparse_codes_give_every_bit_back(name: str, seed: int, count: int, zero
     assert same_bits(codec(name).decode(code, torch.full_like(tensor, 3), settings), tensor)
 
 
-@pytest.mark.parametrize("name", ["sparse:0.5", "csr:0.5", "fp16", "bf16", "fp10", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("name", ["sparse:0.5", "csr:0.5", *LOSSY_NAMES, *(f"{name}:0.5" for name in SPARSE_LOSSY)])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_layouts_come_back(name: str, memory_format: torch.memory_format) -> None:
     tensor = floats(5, 2 * 3 * 9 * 11, zeros=0.7, only_finite=True).clamp(-100, 100).view(2, 3, 9, 11)
@@ -144,7 +157,7 @@ def test_layouts_come_back(name: str, memory_format: torch.memory_format) -> Non
 
 
 @pytest.mark.parametrize("num_extra", [0, 1])
-@pytest.mark.parametrize("name", ["sparse", "csr"])
+@pytest.mark.parametrize("name", ["sparse", "csr", "sparse-fp16", "sparse-bf16"])
 def test_the_capacity_is_exact_and_beyond_it_a_dense_copy_is_counted(
     name: str, num_extra: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -231,6 +244,10 @@ BITS_PER_ELEMENT = {
     "bf16": 16,
     "fp10": 32 / 3,
     "fp8": 8 + 0.125,
+    "sparse-fp16:0.4": 1 + 0.4 * 16 + 0.125,
+    "sparse-bf16:0.4": 1 + 0.4 * 16 + 0.125,
+    "sparse-fp10:0.4": 1 + (0.4 + 2 / 256) * 32 / 3 + 0.125,
+    "sparse-fp8:0.4": 1 + 0.4 * 8 + 0.125 + 0.125,
     "int8": 8 + 0.125,
     "int4": 4 + 0.125,
 }
@@ -242,7 +259,7 @@ def test_bits_per_element(name: str) -> None:
     assert codec(name).code_bytes(value, codec(name).settings([RELU])) * 8 == pytest.approx(N * BITS_PER_ELEMENT[name])
 
 
-@pytest.mark.parametrize("name", ["sparse", "csr", "fp8", "int8", "int4", "narrow-int", "fp10"])
+@pytest.mark.parametrize("name", ["sparse", "csr", "fp8", "int8", "int4", "narrow-int", "fp10", *SPARSE_LOSSY])
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 255, 257])
 def test_a_code_is_never_larger_than_the_tensor(name: str, count: int) -> None:
     tensor = torch.full((count,), 5, dtype=torch.int64 if name == "narrow-int" else torch.float32)
@@ -269,6 +286,9 @@ def test_one_number_is_not_worth_a_step() -> None:
         ("narrow-int", torch.empty(9, dtype=torch.int32), [Reading(Need.VALUE, bounds=(0, 99999))], "no smaller"),
         ("fp16", torch.empty(512, dtype=torch.bfloat16), [VALUE], "bfloat16, and 'fp16' takes float32"),
         ("fp8", torch.empty(512), [Reading(Need.SIGN, HARDTANH)], "other than zero, which rounding could cross"),
+        ("sparse-fp8", torch.empty(512, dtype=torch.float64), [VALUE], "float64, and 'sparse-fp8' takes float32"),
+        ("sparse-fp16", torch.empty(512), [Reading(Need.SIGN, HARDTANH)], "which rounding could cross"),
+        ("sparse-fp16", torch.empty(1 << 31, device="meta"), [VALUE], "more bytes than offsets of 32 bits reach"),
         ("window", torch.empty(2, 2, dtype=torch.int64), [VALUE], "which slot of its window"),
     ],
 )
@@ -284,6 +304,8 @@ def test_refusals_say_why(name: str, tensor: torch.Tensor, readings: list[Readin
         ("sparse:lots", r"codec 'sparse:lots': the option of 'sparse' is a number, not 'lots'"),
         ("csr:1.5", r"codec 'csr:1.5': the capacity is a fraction of the elements, in \(0, 1\]"),
         ("sparse:0", r"the capacity is a fraction"),
+        ("sparse-fp8:2", r"codec 'sparse-fp8:2.0': the capacity is a fraction of the elements, in \(0, 1\]"),
+        ("sparse-fp10:few", r"the option of 'sparse-fp10' is a number, not 'few'"),
         ("narrow-int:3", r"the bytes of a number can be 1, 2 or 4"),
         ("int4:-1", r"codec 'int4:-1': the seed is a number of 32 bits, not negative"),
         ("int8:4294967296", r"the seed is a number of 32 bits"),
@@ -295,7 +317,9 @@ def test_names_that_mean_nothing_are_refused(name: str, text: str) -> None:
 
 
 def test_the_lossy_ones_are_marked() -> None:
-    assert LOSSY_NAMES == ("fp16", "bf16", "fp10", "fp8", "int8", "int4")
+    assert SPARSE_LOSSY == ["sparse-fp16", "sparse-bf16", "sparse-fp10", "sparse-fp8"]
+    assert LOSSY_NAMES[:6] == ("fp16", "bf16", "fp10", "fp8", "int8", "int4")
+    assert list(LOSSY_NAMES[6:]) == SPARSE_LOSSY
     assert LOSSLESS_NAMES == ("mask", "window", "sparse", "csr", "narrow-int")
 
 

@@ -14,8 +14,8 @@ from memfit.codecs import dense
 from memfit.codecs.registry import LOSSY_NAMES, codec
 from memfit.codecs.small_float import Format, shrink, widen
 
-FLOAT_LIKE = ["fp16", "bf16", "fp10"]
-BLOCKWISE = ["fp8", "int8", "int4"]
+FLOAT_LIKE = ["fp16", "bf16", "fp10", "sparse-fp16", "sparse-bf16", "sparse-fp10"]
+BLOCKWISE = ["fp8", "int8", "int4", "sparse-fp8"]
 
 
 def there_and_back(name: str, tensor: torch.Tensor, *readings) -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_infinity_and_nan_survive_and_too_large_becomes_the_largest(name: str) -
     tensor = torch.tensor([math.nan, math.inf, -math.inf, 3.402e38, -3.402e38, -0.0, 0.0, 1.0])
     back = there_and_back(name, tensor)
     assert back[0].isnan() and back[1:3].tolist() == [math.inf, -math.inf]
-    largest = {"fp16": 65504.0, "bf16": torch.finfo(torch.bfloat16).max, "fp10": 63488.0}[name]
+    largest = {"fp16": 65504.0, "bf16": torch.finfo(torch.bfloat16).max, "fp10": 63488.0}[name.removeprefix("sparse-")]
     assert back[3:5].tolist() == [largest, -largest]
     assert back[5:].tolist() == [0, 0, 1] and back[5].signbit() and not back[6].signbit()
 
@@ -118,6 +118,73 @@ def test_small_floats_of_fp16_are_half_precision() -> None:
     expected = numbers.clamp(-65504, 65504).where(~numbers.isinf(), numbers).half().view(torch.int16)
     found = shrink(numbers, form, keeps_gate=False).to(torch.int16)
     assert torch.equal(found[~numbers.isnan()], expected[~numbers.isnan()])
+
+
+# --- values of a sparse form ------------------------------------------------------------------------------------------
+
+SPARSE_LOSSY = [name for name in LOSSY_NAMES if name.startswith("sparse-")]
+
+
+@quick
+@given(
+    name=st.sampled_from(SPARSE_LOSSY),
+    seed=st.integers(0, 10**6),
+    count=st.sampled_from([n for n in SIZES if n > 8]),
+    zeros=st.sampled_from([0.0, 0.3, 0.6, 0.95, 1.0]),
+    readings=st.sampled_from([(RELU, VALUE), (VALUE,)]),
+)
+def test_values_of_a_sparse_form_are_those_of_the_dense_codec(name, seed, count, zeros, readings) -> None:
+    """Block by block: what the dense codec gives back for the non-zeros alone, and zero elsewhere."""
+    plain = name.removeprefix("sparse-")
+    tensor = floats(seed, count, zeros=zeros, only_finite=plain == "fp8")
+    expected = torch.zeros(count)
+    for start in range(0, count, 256):
+        block = tensor[start : start + 256]
+        is_there = block.view(torch.int32) != 0
+        values = block[is_there]
+        dense_code = torch.empty(codec(plain).packed_bytes(values.numel(), 4, ()), dtype=torch.uint8)
+        codec(plain).pack_twin(values, dense_code, codec(plain).settings(readings))
+        rounded = torch.empty_like(values)
+        codec(plain).unpack_twin(dense_code, rounded, ())
+        expected[start : start + 256][is_there] = rounded
+    dense.forget_fallbacks()
+    assert same_bits(there_and_back(name, tensor, *readings), expected)
+    assert not dense.fallbacks()
+
+
+@quick
+@given(
+    name=st.sampled_from(SPARSE_LOSSY),
+    count=st.sampled_from([300, 1000, 2560, 5003]),
+    capacity=st.sampled_from([0.001, 0.01, 0.1, 0.5, 0.9, 1.0]),
+    seed=st.integers(0, 10**6),
+    layout=st.sampled_from(["front", "spread", "random"]),
+)
+def test_as_many_values_as_the_capacity_says_fit_wherever_they_are(name, count, capacity, seed, layout) -> None:
+    chosen, tensor = codec(f"{name}:{capacity}"), torch.zeros(count)
+    settings = chosen.settings([RELU])
+    num_values = math.ceil(capacity * count)
+    places = {
+        "front": torch.arange(num_values),
+        "spread": torch.linspace(0, count - 1, num_values).round().long(),
+        "random": torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:num_values],
+    }[layout]
+    tensor[places] = 1.5
+    code = chosen.encode(tensor, settings)
+    assert code.numel() == chosen.code_bytes(value_like(tensor), settings) < tensor.nbytes
+    assert torch.equal(chosen.decode(code, torch.empty_like(tensor), settings), tensor)
+
+
+@pytest.mark.parametrize("name", SPARSE_LOSSY)
+def test_many_more_values_make_a_dense_copy(name: str) -> None:
+    dense.forget_fallbacks()
+    chosen, tensor = codec(f"{name}:0.25"), torch.ones(4096)
+    tensor[::2] = 0
+    settings = chosen.settings([RELU])
+    code = chosen.encode(tensor, settings)
+    assert code.numel() == tensor.nbytes and dense.fallbacks()[name].num_tensors == 1
+    assert same_bits(chosen.decode(code, torch.empty_like(tensor), settings), tensor)
+    dense.forget_fallbacks()
 
 
 # --- random rounding --------------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def test_lossy_gradients_are_near_eagers(encoding: Callable[..., str], name: str
     model(x).square().sum().backward()
     exact = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
-    memfit.fit(model, policy=encoding(name))
+    memfit.fit(model, policy=encoding(name), allow_lossy=True)
     loss = model(x).square().sum()
     loss.backward()
     found = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -200,3 +200,16 @@ def test_lossy_codecs_are_refused_of_a_policy_that_does_not_say_so() -> None:
     data = kept.to_dict() | {"decisions": {str(storage): "encode:fp8"}}
     with pytest.raises(BadOption, match="the plan encodes storage"):
         Plan.from_dict(data, step, device=kept.device)
+
+
+def test_a_lossy_plan_comes_back_to_those_who_allow_it() -> None:
+    step = rewrite(memfit.capture(net(nn.ReLU()), (torch.randn(2, 2, 9, 9),)), proofs=AssumedProofs())
+    storage = next(s for s in Reruns(step).owned if not why_not_encode(step, s, "fp8"))
+    plan = plan_step(
+        step, free_of_charge(step), policy="gist-lossy:fp8", decisions={storage: Encode("fp8")}, allow_lossy=True
+    ).plan
+    assert plan is not None
+    back = Plan.from_json(plan.to_json(), step, device=plan.device, allow_lossy=True)
+    assert back.decisions == plan.decisions and back.program.instructions == plan.program.instructions
+    with pytest.raises(BadOption, match="the plan encodes storage"):
+        Plan.from_json(plan.to_json(), step, device=plan.device)

@@ -87,8 +87,9 @@ def test_the_code_replaces_the_storage_between_the_halves() -> None:
     encoded = encode_step(step, {storage: Encode("mask")})
     code = encoded.code_of[storage]
     targets = [op.target for op in encoded.step.ops]
-    assert targets.count("memfit.encode") == targets.count("memfit.decode") == 1
-    assert targets.index("memfit.encode") < encoded.step.num_forward <= targets.index("memfit.decode")
+    assert targets.count("memfit.encode") == targets.count("memfit.threshold_backward") == 1
+    assert "memfit.decode" not in targets and "aten.threshold_backward.default" not in targets
+    assert targets.index("memfit.encode") < encoded.step.num_forward <= targets.index("memfit.threshold_backward")
     assert encoded.step.storage[storage].first_backward is None
     assert encoded.step.storage_bytes[code] == -(-step.storage_bytes[storage] // 32)
     program = lower(step, {storage: Encode("mask")}, free_of_charge(step))
@@ -115,7 +116,8 @@ def test_codecs_cost_their_throughput() -> None:
     costs = Costs("test", prices, codecs={"mask": CodecRate(size / 2, size / 3)})
     keep = simulate(lower(step, {}, costs), costs)
     encoded = simulate(lower(step, {storage: Encode("mask")}, costs), costs)
-    assert encoded.step_ps - keep.step_ps == 5 * 10**12  # two seconds in, three out
+    gate_ps = 1_000_000  # of the op that reads the tensor itself; the one that reads the code takes its place
+    assert encoded.step_ps - keep.step_ps == 5 * 10**12 - gate_ps  # two seconds in, three out
 
 
 def test_what_cannot_be_encoded_says_why() -> None:

@@ -208,7 +208,7 @@ PROGRAMS = st.lists(st.tuples(st.sampled_from(LAYERS), st.integers(0, 3), st.int
 
 
 @needs_compiler
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(PROGRAMS, st.sampled_from(sorted(BUSES)), st.booleans(), st.integers(0, 2**32))
 def test_random_networks(program: list[tuple[str, int, int]], bus: str, has_loss: bool, seed: int) -> None:
     rng = random.Random(seed)

@@ -10,6 +10,9 @@ from equivalence import assert_same_as_eager, seeded
 
 from memfit import zoo
 
+# About an eighth of the published widths, all multiples of 16, which convolution kernels like to work on.
+_NARROW_VGG: dict[str, Any] = {"widths": (16, 16, 32, 64, 64), "hidden": 32}
+
 # Options of `build`, batch, image (None: the smallest the network takes). Each is the published graph, made narrow.
 SMALL: dict[str, tuple[dict[str, Any], int, int | None]] = {
     "alexnet": ({"hidden": 32}, 2, 63),
@@ -17,10 +20,10 @@ SMALL: dict[str, tuple[dict[str, Any], int, int | None]] = {
     "nin": ({}, 2, 39),
     "googlenet": ({}, 2, 32),
     "inception_v3": ({}, 2, None),
-    "vgg11": ({"hidden": 32}, 2, 32),
-    "vgg16": ({"hidden": 32}, 1, 32),
-    "vgg11_bn": ({"hidden": 32}, 2, 32),
-    "vgg16_bn": ({"hidden": 32}, 2, 32),
+    "vgg11": (_NARROW_VGG, 2, 32),
+    "vgg16": (_NARROW_VGG, 1, 32),
+    "vgg11_bn": (_NARROW_VGG, 2, 32),
+    "vgg16_bn": (_NARROW_VGG, 2, 32),
     "resnet18": ({"width": 8}, 2, 32),
     "resnet50": ({"width": 8}, 2, 32),
     "densenet121": ({"blocks": (3, 3, 3, 3)}, 2, 32),

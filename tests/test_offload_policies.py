@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,7 +33,7 @@ from memfit.plan.offloading.chain import evaluate
 from memfit.plan.offloading.fluid import fluid
 from memfit.plan.offloading.step_bound import offload_bound_ps
 from memfit.plan.offloading.step_chain import Luggage, grouped
-from memfit.plan.offloading.step_timetable import timetable
+from memfit.plan.offloading.step_timetable import Timetable, timetable
 from memfit.plan.planner import plan_step, runnable_plan
 from memfit.plan.policies.offload_dp import OFFLOAD_DP
 from memfit.plan.policies.offload_greedy import OFFLOAD_GREEDY
@@ -99,7 +98,9 @@ def judged(request: pytest.FixtureRequest) -> Judged:
 
 
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("name", ["vgg11", "resnet18", "googlenet", "unet", "resnet50"])
+@pytest.mark.parametrize(
+    "name", ["vgg11", "resnet18", "googlenet", "unet", pytest.param("resnet50", marks=pytest.mark.slow)]
+)
 def test_a_timetable_is_what_the_simulator_makes_of_it(name: str, early: bool) -> None:
     step = planned_network(name, batch=2, image=64)
     rng = random.Random(name)
@@ -331,13 +332,20 @@ def test_without_a_budget_the_device_is_the_limit(policy: Policy) -> None:
     assert "no plan that only offloads waits less than" in found.note
 
 
-def test_planning_a_deep_network_takes_seconds() -> None:
+def test_work_on_a_deep_network_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_made = 0
+
+    def counting(*args: Any, **options: Any) -> Timetable | None:
+        nonlocal num_made
+        num_made += 1
+        return timetable(*args, **options)
+
+    monkeypatch.setattr("memfit.plan.offloading.step_pool.timetable", counting)
     step = planned_network("resnet152", batch=16)
-    costs = titan(step)
-    start_s = time.process_time()
-    found = plan_step(step, costs, policy="offload-dp", budget=Budget(share=0.3))
+    found = plan_step(step, titan(step), policy="offload-dp", budget=Budget(share=0.3))
     assert found.fits and found.overhead < 0.1
-    assert time.process_time() - start_s < 15  # 4 to 5 s, on a machine that does little else
+    # Each timetable walks over all ops. Improving may walk over 1.5 million, two seconds; prefixes are as many again.
+    assert 0 < num_made * len(step.ops) < 3_000_000
 
 
 # -- Training ---------------------------------------------------------------------------------------------------------
@@ -403,7 +411,7 @@ def test_training_in_a_budget_over_a_slow_link_matches(policy: Policy, monkeypat
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("policy", OURS, ids=lambda policy: policy.name)
 @settings(
-    max_examples=40,
+    max_examples=20,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # shrinking takes minutes; the failing program prints as it is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -428,13 +428,27 @@ def long_chain(rng: random.Random, num_stages: int, *, bytes_per_s: int, share: 
 
 
 @pytest.mark.parametrize(("bytes_per_s", "share"), [(3 * 10**9, 0.02), (6 * 10**9, 0.2), (12 * 10**9, 0.1)])
-def test_four_hundred_stages_take_less_than_two_seconds(bytes_per_s: int, share: float) -> None:
+def test_work_on_four_hundred_stages_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_s: int, share: float
+) -> None:
+    num_evaluated = 0
+
+    def counting(chain: Chain, away: Collection[int]) -> Schedule | None:
+        nonlocal num_evaluated
+        num_evaluated += 1
+        return evaluate(chain, away)
+
+    for name in ("greedy", "dp"):
+        monkeypatch.setattr(f"memfit.plan.offloading.{name}.evaluate", counting)
     chain = long_chain(random.Random(7), 400, bytes_per_s=bytes_per_s, share=share)
-    begun = time.process_time()
     solution = solve_dp(chain)
-    assert time.process_time() - begun < 2
+    assert solution is not None
+    # Two programs hold 22 labels of a chain this long, and each label becomes two: a second, not a minute.
+    assert 0 < solution.num_labels <= 2 * 400 * 2 * 22
+    # Prefixes of all stages and of the convolutions, and then each stage that need perhaps not be sent.
+    assert 0 < num_evaluated <= 3 * 400
     greedy, relaxed = solve_greedy(chain), fluid(chain)
-    assert solution is not None and greedy is not None and relaxed is not None
+    assert greedy is not None and relaxed is not None
     assert 0 < relaxed.bound_ps <= solution.bound_ps <= solution.schedule.idle_ps < greedy.idle_ps
     assert solution.schedule.idle_ps - solution.bound_ps < 0.02 * chain.work_ps
     assert complaints(chain, solution.schedule) == []

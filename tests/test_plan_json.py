@@ -101,7 +101,7 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
 
 def test_a_plan_whose_program_was_tampered_with_is_refused() -> None:
     data = a_plan().to_dict()
-    del data["instructions"][10]
+    data["instructions"].remove(next(entry for entry in data["instructions"] if entry[0] == "give"))
     with pytest.raises(IllegalProgram):
         Plan.from_dict(data, STEP, device=COSTS.device)
 

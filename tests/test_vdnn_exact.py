@@ -78,7 +78,7 @@ def test_maps_go_to_this_machines_disk_and_back(policy: str, monkeypatch: pytest
 
 
 @settings(
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # shrinking takes minutes; the failing program prints as it is

@@ -10,6 +10,7 @@ from torch import nn
 from memfit.errors import BadOption
 from memfit.plan.budget import Budget
 from memfit.plan.options import Options
+from memfit.plan.policies.registry import with_format
 from memfit.run.fitted import Fitted
 
 M = TypeVar("M", bound=nn.Module)
@@ -20,6 +21,8 @@ def fit(
     *,
     budget: int | str | None = None,
     policy: str = "keep",
+    format: str | None = None,
+    allow_lossy: bool = False,
     without: Iterable[str] = (),
     max_captures: int = 8,
     debug: bool = False,
@@ -36,6 +39,9 @@ def fit(
             activations need, on top of what no plan can change. None: no limit. With a budget, the ops of the step are
             measured at its first capture (workspaces count); what is measured is kept on disk.
         policy: what to do with the tensors the backward pass needs. "keep" holds them all.
+        format: in what "gist-lossy" stores values: "fp16" (its default), "bf16", "fp10", "fp8", "int8" or "int4"; or
+            which of its codes "gist-lossless" uses alone: "mask", "window", "narrow-int", "sparse" or "csr".
+        allow_lossy: gradients may differ from eager's, which such a policy needs to be told.
         without: names of rewrites to leave out, for diagnosis (see memfit.REWRITES).
         max_captures: how many kinds of arguments to keep captured.
         debug: prove every program legal before it runs, and hold the bytes that are really alive against the ledger
@@ -51,7 +57,8 @@ def fit(
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         wrapper = type(model).__name__
         raise BadOption(f"fit() takes the module inside {wrapper}: write {wrapper}(memfit.fit(model))")
-    options = Options(Budget.of(budget), policy, frozenset(without), max_captures, debug, measure_s)
+    name = with_format(policy, format)
+    options = Options(Budget.of(budget), name, frozenset(without), max_captures, debug, measure_s, allow_lossy)
     if "memfit" in model.__dict__:
         unfit(model)
     elif hasattr(model, "memfit"):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from memfit.cli.benchmarks import checkpoint_search, overlap, vdnn
+from memfit.cli.benchmarks import checkpoint_search, gist, overlap, vdnn
 from memfit.cli.screen import Screen
 from memfit.errors import BadOption
 
-_BENCHMARKS = {"checkpoint-search": checkpoint_search, "vdnn": vdnn, "overlap": overlap}
+_BENCHMARKS = {"checkpoint-search": checkpoint_search, "vdnn": vdnn, "overlap": overlap, "gist": gist}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,11 +9,11 @@ from memfit.cli.options import add_network, add_planning, num_threads
 from memfit.cli.screen import Screen, mebibytes, seconds
 from memfit.cli.target import Pricing, Target, costs_facts, costs_summary
 from memfit.cost.costs import PS_PER_S, Costs
-from memfit.errors import MemfitError
+from memfit.errors import BadOption, MemfitError
 from memfit.plan.budget import Budget
 from memfit.plan.planner import Planned, plan_step
 from memfit.plan.policies.policy import Policy
-from memfit.plan.policies.registry import POLICIES, policy_named
+from memfit.plan.policies.registry import POLICIES, policy_named, require_permission
 from memfit.resident import peak_bytes
 
 _OK, _DOES_NOT_FIT = 0, 2
@@ -25,14 +25,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget", metavar="A,B,C", help="budgets such as 8GiB,60%% (default: all of the device's memory)"
     )
     add_planning(parser)
-    parser.add_argument("--policy", metavar="P,Q", help=f"only these of {', '.join(POLICIES)} (default: all)")
+    parser.add_argument(
+        "--policy",
+        metavar="P,Q",
+        help=f"only these of {', '.join(POLICIES)} (default: all; lossy ones with --allow-lossy)",
+    )
+    parser.add_argument(
+        "--allow-lossy", action="store_true", help="also policies with which gradients differ from eager's"
+    )
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Exit code 0 if at least one plan fits, 2 if none does."""
-    chosen = list(POLICIES.values())
+    allow_lossy = arguments.allow_lossy
+    chosen = [policy for policy in POLICIES.values() if allow_lossy or not policy.is_lossy]
     if arguments.policy is not None:
         chosen = [policy_named(name.strip()) for name in arguments.policy.split(",")]
+        for policy in chosen:
+            require_permission(policy, allow_lossy=allow_lossy)
+        if allow_lossy and not any(policy.is_lossy for policy in chosen):
+            raise BadOption(f"--allow-lossy: none of '{arguments.policy}' loses anything. Leave it out")
     budgets: list[Budget | None] = [None]
     if arguments.budget is not None:
         budgets = [Budget.parse(text) for text in arguments.budget.split(",")]
@@ -95,7 +107,14 @@ def _row(
         budget = Budget(num_bytes=resolved)
     row: dict[str, Any] = {"policy": policy.name, "budget": asked, "fits": False, "error": None}
     try:
-        planned = plan_step(target.step_for(policy), costs, policy=policy.name, budget=budget, optimizer=optimizer)
+        planned = plan_step(
+            target.step_for(policy),
+            costs,
+            policy=policy.name,
+            budget=budget,
+            optimizer=optimizer,
+            allow_lossy=policy.is_lossy,
+        )
     except MemfitError as error:
         # A policy may want what this device does not have. That is no reason to hide the others.
         limit = keep.costs.memory_bytes if budget is None else budget.num_bytes

@@ -12,6 +12,8 @@ import torch
 from memfit.cost.roofline import WORKSPACES
 from memfit.plan.budget import OPTIMIZERS, Budget
 from memfit.plan.options import Options
+from memfit.plan.policies.gist import FORMATS, SINGLE_CODES
+from memfit.plan.policies.registry import with_format
 
 
 def add_network(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +35,7 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
 
 def add_fitting(parser: argparse.ArgumentParser, *, steps: int) -> None:
     parser.add_argument("--policy", default="keep", help="what to do with saved tensors (default: %(default)s)")
+    add_losses(parser)
     parser.add_argument(
         "--budget",
         metavar="SIZE",
@@ -44,6 +47,18 @@ def add_fitting(parser: argparse.ArgumentParser, *, steps: int) -> None:
     parser.add_argument("--steps", type=positive, default=steps, metavar="K", help="how many (default: %(default)s)")
     parser.add_argument("--threads", type=positive, metavar="N", help="threads of torch (default: torch's own choice)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and dropout (default: %(default)s)")
+
+
+def add_losses(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--format",
+        metavar="F",
+        help=f"in what gist-lossy stores values ({', '.join(FORMATS)}), or what gist-lossless uses alone "
+        f"({', '.join(SINGLE_CODES)})",
+    )
+    parser.add_argument(
+        "--allow-lossy", action="store_true", help="gradients may differ from eager's, as gist-lossy makes them"
+    )
 
 
 def add_planning(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +93,12 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
 
 def fit_options(arguments: argparse.Namespace) -> Options:
     """The options of fit(), checked before anything is built."""
-    return Options(Budget.of(arguments.budget), arguments.policy, frozenset(arguments.without))
+    return Options(
+        Budget.of(arguments.budget),
+        with_format(arguments.policy, arguments.format),
+        frozenset(arguments.without),
+        allow_lossy=arguments.allow_lossy,
+    )
 
 
 @contextlib.contextmanager

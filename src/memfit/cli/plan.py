@@ -11,7 +11,7 @@ from typing import Any
 
 from memfit.capture.step import Storage
 from memfit.cli.capture import described, largest_first
-from memfit.cli.options import add_budget, add_network, add_planning, num_threads, positive
+from memfit.cli.options import add_budget, add_losses, add_network, add_planning, num_threads, positive
 from memfit.cli.screen import Screen, mebibytes, seconds
 from memfit.cli.sketch import sketch
 from memfit.cli.target import Pricing, Target, costs_facts, costs_summary
@@ -21,7 +21,7 @@ from memfit.plan.budget import Budget
 from memfit.plan.decisions import Keep, Recompute, to_text
 from memfit.plan.planner import Planned, plan_step
 from memfit.plan.policies.network_wide import layer_input_bytes
-from memfit.plan.policies.registry import POLICIES, RUNNABLE, policy_named
+from memfit.plan.policies.registry import POLICIES, RUNNABLE, policy_named, require_permission, with_format
 from memfit.resident import peak_bytes
 
 _OK, _DOES_NOT_FIT = 0, 2
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy", default="keep", metavar="P", help=f"one of {', '.join(POLICIES)} (default: %(default)s)"
     )
+    add_losses(parser)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the plan there, as JSON, if it fits")
     parser.add_argument(
         "--rows", type=positive, default=12, metavar="N", help="how many of the largest storages (default: %(default)s)"
@@ -42,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Exit code 0 if the plan fits, 2 if not: its figures are shown all the same."""
-    policy = policy_named(arguments.policy)
+    policy = policy_named(with_format(arguments.policy, arguments.format))
+    require_permission(policy, allow_lossy=arguments.allow_lossy)
+    if arguments.allow_lossy and not policy.is_lossy:
+        raise BadOption(f"--allow-lossy: policy '{policy.name}' loses nothing. Leave it out")
     if arguments.save is not None and policy.decide is None:
         raise BadOption(
             f"--save: policy '{policy.name}' is an account to compare with; there is no plan to save. "
@@ -56,7 +60,14 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         step = target.step_for(policy)
         costs = pricing.costs(step)
         screen.progress("planning")
-        planned = plan_step(step, costs, policy=policy.name, budget=budget, optimizer=arguments.optimizer)
+        planned = plan_step(
+            step,
+            costs,
+            policy=policy.name,
+            budget=budget,
+            optimizer=arguments.optimizer,
+            allow_lossy=arguments.allow_lossy,
+        )
         if arguments.save is not None and planned.plan is not None and planned.fits:
             save(planned.plan.to_json())
     screen.done()

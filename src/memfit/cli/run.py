@@ -8,6 +8,8 @@ from memfit.cli.options import add_fitting, add_network, fit_options, num_thread
 from memfit.cli.screen import Screen, mebibytes, seconds
 from memfit.report.comparison import Comparison, compare_network
 
+_MAX_LOSSY = 20
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_network(parser)
@@ -18,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code 0 if exact, 1 if not, 2 (by DoesNotFit) if the budget is too small."""
+    """Exit code 0 if exact (of a lossy policy all but the gradients), 1 if not, 2 if the budget is too small."""
     options = fit_options(arguments)
     with num_threads(arguments.threads):
         found = compare_network(
@@ -38,7 +40,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         print_comparison(found, screen)
         screen.line()
         screen.line(str(found.verdict))
-    return 0 if found.exact else 1
+        print_losses(found, screen)
+    return 0 if found.verdict.holds else 1
 
 
 def print_comparison(found: Comparison, screen: Screen) -> None:
@@ -75,6 +78,22 @@ def print_comparison(found: Comparison, screen: Screen) -> None:
         ],
         right=("eager", "memfit", "ratio"),
     )
+
+
+def print_losses(found: Comparison, screen: Screen) -> None:
+    """Which tensors a lossy policy stored with loss, and how often a code was too small."""
+    if found.num_fallbacks:
+        screen.line(f"{found.num_fallbacks:,} tensors did not fit into their codes and were kept as they were")
+    if found.lossy:
+        hidden = len(found.lossy) - _MAX_LOSSY
+        screen.line()
+        screen.table(
+            ("lossy", "tensor", "codec", "made by", "module"),
+            [(mebibytes(t.bytes), t.tensor, t.codec, t.op, t.module or "(root)") for t in found.lossy[:_MAX_LOSSY]],
+            right=("lossy",),
+        )
+        if hidden > 0:
+            screen.line(f"and {hidden:,} smaller ones; --json has all")
 
 
 def _predictions(found: Comparison) -> list[tuple[str, str, str, str]]:

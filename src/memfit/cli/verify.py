@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code 0 if exact, 1 if not."""
+    """Exit code 0 if exact (of a lossy policy all but the gradients), 1 if not."""
     options = fit_options(arguments)
     screen.progress(f"building {arguments.network}")
     example = zoo.load(arguments.network, batch=arguments.batch, image=arguments.image, seed=arguments.seed)
@@ -40,4 +40,4 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         screen.object(verdict.to_dict() | found | {"threads": threads, "torch": torch.__version__})
     else:
         screen.line(f"{arguments.network}: {verdict}")
-    return 0 if verdict else 1
+    return 0 if verdict.holds else 1

@@ -19,6 +19,7 @@ import torch
 from memfit.capture.needs import Gate, Need
 from memfit.capture.step import Value
 from memfit.codecs import dense, kernels
+from memfit.codecs.kernels import Kernel
 from memfit.codecs.pool import Pool
 
 Settings = tuple[float, ...]
@@ -63,10 +64,15 @@ class Codec(Protocol):
 
 
 class PackedCodec(ABC):
-    """A codec that falls back to a dense copy: each has a kernel in C, and a twin in torch that is its reference."""
+    """A codec that falls back to a dense copy: each has a kernel in C, and a twin in torch that is its reference.
+
+    One that says which kernels it uses runs in Triton on a GPU, where Triton has them; another's twin serves there.
+    """
 
     name: str
     is_lossy: bool = False
+    encode_kernel: Kernel | None = None
+    decode_kernel: Kernel | None = None
 
     @abstractmethod
     def packed_bytes(self, count: int, item_bytes: int, settings: Settings) -> int:
@@ -81,8 +87,13 @@ class PackedCodec(ABC):
         """The same in torch."""
 
     @abstractmethod
+    def decoding(self, like: torch.Tensor, settings: Settings) -> tuple[Kernel, tuple[int, ...]]:
+        """The kernel that decodes, and the numbers it takes."""
+
     def unpack(self, code: torch.Tensor, like: torch.Tensor, settings: Settings) -> None:
         """Fill `like` from the code by the kernel."""
+        kernel, numbers = self.decoding(like, settings)
+        kernels.run(kernel, code, like, count=like.numel(), numbers=numbers)
 
     @abstractmethod
     def unpack_twin(self, code: torch.Tensor, like: torch.Tensor, settings: Settings) -> None:
@@ -96,13 +107,13 @@ class PackedCodec(ABC):
         if planned_bytes >= tensor.nbytes:
             return dense.copy_of(tensor)
         code = torch.empty(planned_bytes, dtype=torch.uint8, device=tensor.device)
-        pack = self.pack if kernels.can_run(tensor) else self.pack_twin
+        pack = self.pack if kernels.can_run(tensor, self.encode_kernel) else self.pack_twin
         return code if pack(tensor, code, settings) else dense.fall_back(self.name, tensor, planned_bytes)
 
     def decode(self, code: torch.Tensor, like: torch.Tensor, settings: Settings) -> torch.Tensor:
         if dense.is_dense(code, like):
             return dense.restore(code, like)
-        unpack = self.unpack if kernels.can_run(like) else self.unpack_twin
+        unpack = self.unpack if kernels.can_run(like, self.decode_kernel) else self.unpack_twin
         unpack(code, like, settings)
         return like
 

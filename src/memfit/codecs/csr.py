@@ -27,9 +27,8 @@ class Csr(CompactedCodec):
         numbers = self.numbers(tensor, settings)
         return kernels.run(Kernel.CSR_ENCODE, tensor, code, count=tensor.numel(), numbers=numbers) == 0
 
-    def unpack(self, code: torch.Tensor, like: torch.Tensor, settings: Settings) -> None:
-        numbers = self.numbers(like, settings)
-        kernels.run(Kernel.CSR_DECODE, code, like, count=like.numel(), numbers=numbers)
+    def decoding(self, like: torch.Tensor, settings: Settings) -> tuple[Kernel, tuple[int, ...]]:
+        return Kernel.CSR_DECODE, self.numbers(like, settings)
 
     def pack_twin(self, tensor: torch.Tensor, code: torch.Tensor, settings: Settings) -> bool:
         item_bytes, room = self.numbers(tensor, settings)

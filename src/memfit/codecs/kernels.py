@@ -1,16 +1,24 @@
-"""Call the codec kernels in C: pointers through ctypes, which lets go of the interpreter's lock meanwhile."""
+"""Call the codec kernels: on a CPU those in C, on a GPU those in Triton, both behind one call.
+
+C gets pointers through ctypes, which lets go of the interpreter's lock meanwhile. Triton's kernels are in
+`codecs/triton`, which nothing imports before a tensor on a GPU asks. Where there are neither, the codecs' twins serve.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import enum
 import functools
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from memfit.native.library import CODECS, native_library
+
+log = logging.getLogger("memfit")
 
 
 class Kernel(enum.IntEnum):
@@ -41,6 +49,11 @@ class Kernel(enum.IntEnum):
     INT4_DECODE = 22
     NARROW_ENCODE = 23
     NARROW_DECODE = 24
+    WINDOW_BACKWARD = 25
+    SPARSE_FLOAT_COUNT = 26
+    SPARSE_FLOAT_ENCODE = 27
+    SPARSE_FLOAT_DECODE = 28
+    CODE_GATE = 29
 
 
 class _Job(ctypes.Structure):
@@ -65,9 +78,39 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def can_run(tensor: torch.Tensor) -> bool:
-    """True if there are kernels for this tensor's device, and MEMFIT_NATIVE=0 does not forbid them."""
-    return tensor.device.type == "cpu" and os.environ.get("MEMFIT_NATIVE") != "0" and _library() is not None
+def can_run(tensor: torch.Tensor, which: Kernel | None = None) -> bool:
+    """True if there is that kernel for this tensor's device, and MEMFIT_NATIVE=0 does not forbid it.
+
+    C has all kernels, Triton only some; so for a tensor on a GPU it must be said which.
+    """
+    if os.environ.get("MEMFIT_NATIVE") == "0":
+        return False
+    if is_for_triton(tensor):
+        return which is not None and which in _triton_kernels(tensor.device)
+    return tensor.device.type == "cpu" and _library() is not None
+
+
+def is_for_triton(tensor: torch.Tensor) -> bool:
+    """True if only Triton could have kernels for this tensor."""
+    return tensor.is_cuda
+
+
+@functools.cache
+def _triton_kernels(device: torch.device) -> dict[Kernel, Callable[[Any], int]]:
+    """The kernels that Triton has; none if it does not work on this device, which is found out by trying."""
+    try:
+        from memfit.codecs.triton.launch import Job
+        from memfit.codecs.triton.table import KERNELS
+
+        bools = torch.tensor([True, False, False, True, True] * 2, device=device)
+        code = torch.zeros(2, dtype=torch.uint8, device=device)
+        KERNELS[Kernel.MASK_PACK_BOOL](Job(bools, code, bools.numel(), ()))
+        if code.tolist() != [0b00111001, 0b11]:
+            raise RuntimeError(f"a trial packed ten bools as {code.tolist()}")
+    except Exception as problem:  # not installed, no compiler for its launcher, too old a GPU: each has its own error
+        log.info("codecs run in torch, not in Triton, on %s: %s", device, problem)
+        return {}
+    return KERNELS
 
 
 def has_avx2() -> bool:
@@ -98,10 +141,12 @@ def run(
     table: torch.Tensor | None = None,
     use_avx2: bool = True,
 ) -> int:
-    """Run one kernel from one tensor's memory into another's, on as many threads as torch uses; its answer.
+    """Run one kernel from one tensor's memory into another's; its answer. In C on as many threads as torch uses.
 
-    Nothing is checked here: sizes and layouts are the caller's business.
+    Nothing is checked here: sizes and layouts are the caller's business. A table must be where the tensors are.
     """
+    if is_for_triton(target):
+        return _run_in_triton(which, source, target, count, numbers, reals, table)
     library = _library()
     assert library is not None, "ask can_run first"
     job = _Job(
@@ -113,3 +158,17 @@ def run(
         real_numbers(tuple(reals)),
     )
     return int(library.memfit_codecs_run(which, ctypes.byref(job), torch.get_num_threads(), use_avx2))
+
+
+def _run_in_triton(
+    which: Kernel,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    count: int,
+    numbers: tuple[int, ...],
+    reals: Sequence[float],
+    table: torch.Tensor | None,
+) -> int:
+    from memfit.codecs.triton.launch import Job
+
+    return _triton_kernels(target.device)[which](Job(source, target, count, numbers, reals, table))

@@ -42,8 +42,8 @@ class LossyCodec(PackedCodec):
         numbers = tuple(int(number) for number in settings)
         return kernels.run(self.encode_kernel, tensor, code, count=tensor.numel(), numbers=numbers) == 0
 
-    def unpack(self, code: torch.Tensor, like: torch.Tensor, settings: Settings) -> None:
-        kernels.run(self.decode_kernel, code, like, count=like.numel(), numbers=())
+    def decoding(self, like: torch.Tensor, settings: Settings) -> tuple[Kernel, tuple[int, ...]]:
+        return self.decode_kernel, ()
 
 
 def _is_at_zero(gate: Gate | None) -> bool:

@@ -18,9 +18,10 @@ from memfit.codecs import bits, kernels
 from memfit.codecs.codec import Reading, Settings, flat
 from memfit.codecs.kernels import Kernel
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # what the kernel packs; it unpacks all
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # what the kernel in C packs; it unpacks all
+_TRITON_KINDS = {**_KINDS, torch.float16: 2, torch.float64: 3}
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_INF, _NAN = float("inf"), float("nan")
+_NAN = float("nan")
 
 
 class Mask:
@@ -55,47 +56,24 @@ class Mask:
     def encode(self, tensor: torch.Tensor, settings: Settings) -> torch.Tensor:
         classes, count = _Classes.of(settings), tensor.numel()
         code = torch.empty(-(-count * classes.bits // 8), dtype=torch.uint8, device=tensor.device)
-        if not kernels.can_run(tensor) or (settings and tensor.dtype not in _KINDS):
+        kernel = Kernel.MASK_PACK if settings else Kernel.MASK_PACK_BOOL
+        if not kernels.can_run(tensor, kernel) or (settings and tensor.dtype not in _kinds(tensor)):
             return encode_twin(tensor, code, settings)
         if not settings:
             kernels.run(Kernel.MASK_PACK_BOOL, tensor, code, count=count, numbers=())
         else:
-            numbers = (classes.bits, _KINDS[tensor.dtype], len(classes.cells))
+            numbers = (classes.bits, _kinds(tensor)[tensor.dtype], len(classes.cells))
             reals = [number for cell in classes.cells for number in cell]
             kernels.run(Kernel.MASK_PACK, tensor, code, count=count, numbers=numbers, reals=reals)
         return code
 
     def decode(self, code: torch.Tensor, like: torch.Tensor, settings: Settings) -> torch.Tensor:
-        if not kernels.can_run(like):
+        if not kernels.can_run(like, Kernel.MASK_UNPACK):
             return decode_twin(code, like, settings)
         classes = _Classes.of(settings)
         numbers = (classes.bits, like.element_size(), *_patterns(classes, like.dtype))
         kernels.run(Kernel.MASK_UNPACK, code, like, count=like.numel(), numbers=numbers)
         return like
-
-
-def threshold_backward_(gradient: torch.Tensor, code: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """What threshold_backward makes of the gradient and the encoded tensor, in the gradient's place and in one pass.
-
-    The gradient must have the layout of the tensor that was encoded, and the settings must be those of such a gate.
-    Autograd does not see the change: for gradients that nothing else holds.
-    """
-    if len(settings) != 4 or settings[0] != -_INF or settings[2] == settings[3]:
-        raise ValueError(f"these are not the settings of a threshold: {settings}")
-    if kernels.can_run(gradient):
-        numbers = (1, gradient.element_size())
-        kernels.run(Kernel.MASK_GATE, code, gradient, count=gradient.numel(), numbers=numbers)
-        return gradient
-    return threshold_backward_twin_(gradient, code)
-
-
-def threshold_backward_twin_(gradient: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
-    """The same in torch."""
-    whole = flat(gradient)
-    for start in range(0, whole.numel(), bits.CHUNK):
-        stretch = whole[start : start + bits.CHUNK]
-        stretch.masked_fill_(bits.unpack(code[start // 8 : (start + bits.CHUNK) // 8], 1, stretch.numel()).bool(), 0)
-    return gradient
 
 
 def encode_twin(tensor: torch.Tensor, code: torch.Tensor, settings: Settings) -> torch.Tensor:
@@ -163,6 +141,11 @@ def _patterns(classes: _Classes, dtype: torch.dtype) -> tuple[int, ...]:
     for number, stand_in in enumerate(classes.stand_ins):
         stand_ins[number] = stand_in
     return tuple(stand_ins.view(_WHOLE[dtype.itemsize]).tolist())
+
+
+def _kinds(tensor: torch.Tensor) -> dict[torch.dtype, int]:
+    """What the kernel for this tensor's device packs, and the number it has for each."""
+    return _TRITON_KINDS if kernels.is_for_triton(tensor) else _KINDS
 
 
 def _class_of(elements: torch.Tensor, settings: Settings) -> torch.Tensor:

@@ -22,6 +22,8 @@ class NarrowInt(PackedCodec):
     """
 
     name = "narrow-int"
+    encode_kernel = Kernel.NARROW_ENCODE
+    decode_kernel = Kernel.NARROW_DECODE
 
     def __init__(self, width: int = 0) -> None:
         if width not in (0, *_WIDTHS):
@@ -52,8 +54,8 @@ class NarrowInt(PackedCodec):
         numbers = _numbers(tensor, settings)
         return kernels.run(Kernel.NARROW_ENCODE, tensor, code, count=tensor.numel(), numbers=numbers) == 0
 
-    def unpack(self, code: torch.Tensor, like: torch.Tensor, settings: Settings) -> None:
-        kernels.run(Kernel.NARROW_DECODE, code, like, count=like.numel(), numbers=_numbers(like, settings))
+    def decoding(self, like: torch.Tensor, settings: Settings) -> tuple[Kernel, tuple[int, ...]]:
+        return Kernel.NARROW_DECODE, _numbers(like, settings)
 
     def pack_twin(self, tensor: torch.Tensor, code: torch.Tensor, settings: Settings) -> bool:
         _, width, low = _numbers(tensor, settings)

@@ -16,16 +16,21 @@ from memfit.codecs.int8 import Int8
 from memfit.codecs.mask import Mask
 from memfit.codecs.narrow_int import NarrowInt
 from memfit.codecs.sparse import Sparse
+from memfit.codecs.sparse_float import SparseBf16, SparseFp8, SparseFp10, SparseFp16
 from memfit.codecs.window import Window
 from memfit.errors import BadOption
 
-_PLAIN: dict[str, Callable[[], Codec]] = {
-    codec.name: codec for codec in (Mask, Window, Sparse, Csr, NarrowInt, Fp16, Bf16, Fp10, Fp8, Int8, Int4)
-}
+_LOSSLESS = (Mask, Window, Sparse, Csr, NarrowInt)
+_LOSSY = (Fp16, Bf16, Fp10, Fp8, Int8, Int4, SparseFp16, SparseBf16, SparseFp10, SparseFp8)
+_PLAIN: dict[str, Callable[[], Codec]] = {codec.name: codec for codec in (*_LOSSLESS, *_LOSSY)}
 # Codecs that take a number behind their name, as in `sparse:0.5`, and what it is read as.
 _WITH_OPTION: dict[str, Callable[[str], Codec]] = {
     "sparse": lambda text: Sparse(float(text)),
     "csr": lambda text: Csr(float(text)),
+    "sparse-fp16": lambda text: SparseFp16(float(text)),
+    "sparse-bf16": lambda text: SparseBf16(float(text)),
+    "sparse-fp10": lambda text: SparseFp10(float(text)),
+    "sparse-fp8": lambda text: SparseFp8(float(text)),
     "narrow-int": lambda text: NarrowInt(int(text)),
     "int8": lambda text: Int8(int(text)),
     "int4": lambda text: Int4(int(text)),
@@ -34,10 +39,6 @@ _WITH_OPTION: dict[str, Callable[[str], Codec]] = {
 ALL_NAMES = tuple(_PLAIN)
 LOSSLESS_NAMES = tuple(name for name in ALL_NAMES if not _PLAIN[name]().is_lossy)
 LOSSY_NAMES = tuple(name for name in ALL_NAMES if name not in LOSSLESS_NAMES)
-
-NAMES = ("mask",)
-"""Those that cost/ measures and tests draw from: it measures on dense float32 behind ReLU's gate, which the others do
-not take, or only to make a dense copy of it. `samples.py` has a fit tensor for each."""
 
 
 @functools.cache

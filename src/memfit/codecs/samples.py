@@ -39,7 +39,8 @@ def sample(name: str, num_bytes: int) -> Sample:
         labels = torch.randint(0, 1000, (num_bytes // 8,), generator=random)
         return Sample(labels, codec(name).settings([Reading(Need.VALUE, bounds=(0, 999))]))
     outputs = torch.randn(num_bytes // 4, generator=random).sub_(_threshold()).relu_()
-    chosen = codec(f"{name}:{_CAPACITY}" if name in ("sparse", "csr") else name)
+    has_capacity = name == "csr" or name.startswith("sparse")
+    chosen = codec(f"{name}:{_CAPACITY}" if has_capacity else name)
     return Sample(outputs, chosen.settings([Reading(Need.SIGN, RELU)]))
 
 

@@ -8,6 +8,7 @@ and subnormals are values. Behind the last value the capacity's room is not writ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,9 +35,7 @@ class CompactedCodec(PackedCodec):
     bits_to_an_element: int
 
     def __init__(self, capacity: float = 1.0) -> None:
-        if not 0 < capacity <= 1:
-            raise BadOption(f"codec '{self.name}:{capacity}': the capacity is a fraction of the elements, in (0, 1]")
-        self.capacity = capacity
+        self.capacity = checked_capacity(self.name, capacity)
 
     def why_not(self, value: Value, readings: Sequence[Reading]) -> str:
         if not value.is_dense:
@@ -53,7 +52,7 @@ class CompactedCodec(PackedCodec):
 
     def room(self, count: int, item_bytes: int, settings: Settings) -> int:
         """For how many values there is room: what was asked for, or what keeps the code smaller than the tensor."""
-        asked = min(count, _ceiling(settings[0] * count)) if settings else count
+        asked = num_asked(settings[0] if settings else 1.0, count)
         fixed = 4 * -(-count // BLOCK) + -(-count * self.bits_to_an_element // 8)
         each = item_bytes + self.bits_to_a_value // 8
         return max(min(asked, (count * item_bytes - 1 - fixed) // each), 0)
@@ -71,6 +70,8 @@ class Sparse(CompactedCodec):
     """The `sparse` codec, or `sparse:CAPACITY`."""
 
     name = "sparse"
+    encode_kernel = Kernel.SPARSE_ENCODE
+    decode_kernel = Kernel.SPARSE_DECODE
     bits_to_a_value = 0
     bits_to_an_element = 1
 
@@ -78,9 +79,8 @@ class Sparse(CompactedCodec):
         numbers = self.numbers(tensor, settings)
         return kernels.run(Kernel.SPARSE_ENCODE, tensor, code, count=tensor.numel(), numbers=numbers) == 0
 
-    def unpack(self, code: torch.Tensor, like: torch.Tensor, settings: Settings) -> None:
-        numbers = self.numbers(like, settings)
-        kernels.run(Kernel.SPARSE_DECODE, code, like, count=like.numel(), numbers=numbers)
+    def decoding(self, like: torch.Tensor, settings: Settings) -> tuple[Kernel, tuple[int, ...]]:
+        return Kernel.SPARSE_DECODE, self.numbers(like, settings)
 
     def pack_twin(self, tensor: torch.Tensor, code: torch.Tensor, settings: Settings) -> bool:
         item_bytes, room = self.numbers(tensor, settings)
@@ -117,5 +117,13 @@ def counts(patterns: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, BLOCK).sum(1)
 
 
-def _ceiling(number: float) -> int:
-    return int(number) + (number > int(number))
+def checked_capacity(name: str, capacity: float) -> float:
+    """The capacity that a codec's option asks for."""
+    if not 0 < capacity <= 1:
+        raise BadOption(f"codec '{name}:{capacity}': the capacity is a fraction of the elements, in (0, 1]")
+    return capacity
+
+
+def num_asked(capacity: float, count: int) -> int:
+    """For how many values of so many elements that capacity asks for room."""
+    return min(count, math.ceil(capacity * count))

@@ -26,6 +26,7 @@ from memfit.codecs.pool import Pool
 _NO_SLOT = 0xFFFF
 _MAX_SLOTS = 256
 _MAX_DISTANCES = 1 << 22
+_CPU = torch.device("cpu")
 
 
 class Window(PackedCodec):
@@ -35,6 +36,8 @@ class Window(PackedCodec):
     """
 
     name = "window"
+    encode_kernel = Kernel.WINDOW_PACK
+    decode_kernel = Kernel.WINDOW_UNPACK
 
     def why_not(self, value: Value, readings: Sequence[Reading]) -> str:
         pools = {reading.pool for reading in readings}
@@ -62,38 +65,42 @@ class Window(PackedCodec):
         return -(-count * _bits(settings) // 8)
 
     def pack(self, tensor: torch.Tensor, code: torch.Tensor, settings: Settings) -> bool:
-        windows = _Windows.of(settings, _output_size(tensor, settings))
+        windows = Windows.of(settings, _output_size(tensor, settings), tensor.device)
         numbers = windows.numbers(_layout(tensor, settings))
         strange = kernels.run(
             Kernel.WINDOW_PACK, tensor, code, count=tensor.numel(), numbers=numbers, table=windows.slot_of
         )
         return strange == 0
 
+    def decoding(self, like: torch.Tensor, settings: Settings) -> tuple[Kernel, tuple[int, ...]]:
+        windows = Windows.of(settings, _output_size(like, settings), like.device)
+        return Kernel.WINDOW_UNPACK, windows.numbers(_layout(like, settings))
+
     def unpack(self, code: torch.Tensor, like: torch.Tensor, settings: Settings) -> None:
-        windows = _Windows.of(settings, _output_size(like, settings))
-        numbers = windows.numbers(_layout(like, settings))
-        kernels.run(Kernel.WINDOW_UNPACK, code, like, count=like.numel(), numbers=numbers, table=windows.distance_of)
+        kernel, numbers = self.decoding(like, settings)
+        table = Windows.of(settings, _output_size(like, settings), like.device).distance_of
+        kernels.run(kernel, code, like, count=like.numel(), numbers=numbers, table=table)
 
     def pack_twin(self, tensor: torch.Tensor, code: torch.Tensor, settings: Settings) -> bool:
-        windows = _Windows.of(settings, _output_size(tensor, settings))
+        windows = Windows.of(settings, _output_size(tensor, settings), tensor.device)
         distances = (windows.spread(tensor, settings) - windows.begins(tensor.device)).reshape(-1)
-        slot_of = windows.slot_of.to(tensor.device).to(torch.int64) & _NO_SLOT
+        slot_of = windows.slot_of.to(torch.int64) & _NO_SLOT
         is_near = (distances >= 0) & (distances < slot_of.numel())
         slots = slot_of[distances.where(is_near, 0)].where(is_near, _NO_SLOT)
         code.copy_(bits.pack(slots.to(torch.uint8), windows.bits))
         return not bool((slots == _NO_SLOT).any())
 
     def unpack_twin(self, code: torch.Tensor, like: torch.Tensor, settings: Settings) -> None:
-        windows = _Windows.of(settings, _output_size(like, settings))
+        windows = Windows.of(settings, _output_size(like, settings), like.device)
         slots = bits.unpack(code, windows.bits, like.numel()).to(torch.int64)
         placed = windows.spread(like, settings)
-        distances = windows.distance_of.to(like.device)[slots].view(placed.shape)
+        distances = windows.distance_of[slots].view(placed.shape)
         placed.copy_(distances + windows.begins(like.device))
 
 
 @dataclass(frozen=True, eq=False)
-class _Windows:
-    """What packing and unpacking the indices of one pooling look up."""
+class Windows:
+    """What packing and unpacking the indices of one pooling look up; the tables are where the indices are."""
 
     bits: int
     starts: tuple[tuple[int, ...], ...]  # along each dimension, in elements of the input
@@ -102,7 +109,7 @@ class _Windows:
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
-    def of(settings: Settings, output_size: tuple[int, ...]) -> _Windows:
+    def of(settings: Settings, output_size: tuple[int, ...], device: torch.device = _CPU) -> Windows:
         pool = Pool.of_numbers(settings)
         distances = _distances(pool)
         slot_of = torch.full((max(distances) + 1,), _NO_SLOT, dtype=torch.int32)
@@ -113,7 +120,7 @@ class _Windows:
         distance_of[: len(distances)] = torch.tensor(distances)
         along = zip(pool.starts(output_size), _steps(pool.input_size), strict=True)
         scaled = tuple(tuple(start * step for start in row) for row, step in along)
-        return _Windows(bits_each, scaled, slot_of.to(torch.int16), distance_of)
+        return Windows(bits_each, scaled, slot_of.to(torch.int16).to(device), distance_of.to(device))
 
     def numbers(self, inner: int) -> tuple[int, ...]:
         """As the kernels take them."""
@@ -169,14 +176,14 @@ def _layout(tensor: torch.Tensor, settings: Settings) -> int:
 def _inner(shape: tuple[int, ...], stride: tuple[int, ...], num_dims: int) -> int | None:
     """How many elements of one window are neighbours: 1 if contiguous, the channels if channels_last, else None."""
     order = list(range(len(shape)))
-    if _is_in_order(shape, stride, order):
+    if is_in_order(shape, stride, order):
         return 1
     channel = len(shape) - num_dims - 1
     order = [*order[:channel], *order[channel + 1 :], channel]
-    return shape[channel] if channel >= 0 and _is_in_order(shape, stride, order) else None
+    return shape[channel] if channel >= 0 and is_in_order(shape, stride, order) else None
 
 
-def _is_in_order(shape: tuple[int, ...], stride: tuple[int, ...], order: list[int]) -> bool:
+def is_in_order(shape: tuple[int, ...], stride: tuple[int, ...], order: list[int]) -> bool:
     """True if memory goes through the dimensions in that order, the last one fastest, without gaps."""
     expected = 1
     for dim in reversed(order):

@@ -79,6 +79,7 @@ class Costs:
         source: where the figures come from, for people.
         notes: assumptions a reader of a report should know, one line each.
         algorithms: ops that can be computed in several ways: for each signature what it costs by each, by name.
+        densities: by storage of one step, what share of its elements is not zero; of others that is not known.
         picked: for ops of one step, by number, which of these a policy chose. Others cost what the list says.
     """
 
@@ -92,6 +93,7 @@ class Costs:
     notes: tuple[str, ...] = ()
     algorithms: Mapping[str, Mapping[str, OpCost]] = field(default_factory=dict)
     picked: Mapping[int, str] = field(default_factory=dict)
+    densities: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, step: Step) -> tuple[OpCost, ...]:
         """The cost of each op of the step, in order."""
@@ -125,7 +127,9 @@ class Costs:
             ) from None
 
     def _of_codec(self, step: Step, op: Op) -> OpCost:
-        """Encoding streams the tensor in, decoding streams it out; the code is small beside it."""
+        """Encoding streams the tensor in, decoding or what works on a code streams it out; the code is small."""
+        if op.target == "memfit.view":
+            return OpCost(0)
         codec = str(op.args[-1])
         rate = self.codecs.get(codec, self.default_codec)
         if op.target == "memfit.encode":

@@ -18,9 +18,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from memfit.capture.step import Op, Step
-from memfit.codecs.registry import NAMES as CODECS
+from memfit.codecs import kernels
+from memfit.codecs.registry import ALL_NAMES as CODECS
 from memfit.cost.costs import CodecRate, Costs, Link, OpCost, picoseconds, priced_calls
+from memfit.cost.densities import assumed_densities
 from memfit.cost.links import DiskSpeed, measure_disk
 from memfit.cost.operands import Call, CannotRunAlone
 from memfit.cost.price_cache import PriceCache
@@ -101,6 +105,7 @@ def measure(
         memory_bytes=_memory_bytes(),
         source="each kind of op measured alone on this machine's CPU",
         notes=(*notes, *workspace_note, *link_notes),
+        densities=assumed_densities(step),
     )
 
 
@@ -259,10 +264,15 @@ def _links(cache: PriceCache) -> tuple[dict[str, Link], tuple[str, ...]]:
     return {"disk": speed.link()}, ()
 
 
+def _codec_form() -> str:
+    """In what codecs run, which decides how fast they are."""
+    return "C" if kernels.can_run(torch.empty(0)) else "torch"
+
+
 def _codec_rate(name: str, cache: PriceCache, watch: Stopwatch) -> CodecRate:
     """How fast a codec is on this machine, measured once."""
-    encode = cache.figure(f"codec {name} encode_bytes_per_s", lambda: watch.codec_bytes_per_s(name)[0])
-    decode = cache.figure(f"codec {name} decode_bytes_per_s", lambda: watch.codec_bytes_per_s(name)[1])
+    encode = cache.figure(f"codec {name} encode_bytes_per_s {_codec_form()}", lambda: watch.codec_bytes_per_s(name)[0])
+    decode = cache.figure(f"codec {name} decode_bytes_per_s {_codec_form()}", lambda: watch.codec_bytes_per_s(name)[1])
     return CodecRate(encode, decode)
 
 

@@ -21,6 +21,7 @@ import torch
 from memfit.capture.step import Op, Step
 from memfit.cost.convolutions import Convolution, convolution_of
 from memfit.cost.costs import CodecRate, Costs, Link, OpCost, picoseconds, priced_calls
+from memfit.cost.densities import assumed_densities
 from memfit.cost.devices import Device
 from memfit.cost.flops import Work, arithmetic_of
 from memfit.cost.signature import signature
@@ -56,6 +57,7 @@ def roofline(step: Step, device: Device, *, workspace: str = FASTEST) -> Costs:
         source=f"roofline of {device.name}{f', {device.title}' if device.title else ''}, figures: {device.file}",
         notes=(*_notes(device, workspace, convolutions), *_notes_on_kernels(step)),
         algorithms=algorithms,
+        densities=assumed_densities(step),
     )
 
 

@@ -17,7 +17,6 @@ autograd takes to accept a gradient (`handover_s`).
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +26,8 @@ from typing import Any
 
 import torch
 
-from memfit.capture.needs import Gate, Need
-from memfit.codecs.codec import Reading
 from memfit.codecs.registry import codec
+from memfit.codecs.samples import sample
 from memfit.cost.operands import Call, Operands
 from memfit.torch_internals import AUTOCAST_DEVICES, below_autograd, no_autocast, real_tensors, resolve
 
@@ -98,14 +96,13 @@ class Stopwatch:
         return _COPY_BYTES / min(_seconds(lambda: target.copy_(source)) for _ in range(3))
 
     def codec_bytes_per_s(self, name: str) -> tuple[float, float]:
-        """How fast a codec encodes and decodes float32 behind a ReLU's gate, in bytes of the tensor."""
-        chosen = codec(name)
-        settings = chosen.settings([Reading(Need.SIGN, Gate(((-math.inf, 0.0, 0.0),), 1.0))])
-        tensor = torch.randn(_CODEC_BYTES // 4, generator=torch.Generator().manual_seed(0))
+        """How fast a codec encodes and decodes a tensor that it is made for, in bytes of the tensor."""
+        chosen, drawn = codec(name), sample(name, _CODEC_BYTES)
+        tensor, settings = drawn.tensor, drawn.settings
         code, like = chosen.encode(tensor, settings), torch.empty_like(tensor)
         encode_s = min(_seconds(lambda: chosen.encode(tensor, settings)) for _ in range(3))
         decode_s = min(_seconds(lambda: chosen.decode(code, like, settings)) for _ in range(3))
-        return _CODEC_BYTES / encode_s, _CODEC_BYTES / decode_s
+        return tensor.nbytes / encode_s, tensor.nbytes / decode_s
 
     def handover_s(self) -> float:
         """Seconds to hand one gradient over to autograd: making the node, and going from node to node in backward."""

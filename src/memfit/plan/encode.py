@@ -1,7 +1,12 @@
-"""Write Encode decisions into the Step: an op that encodes after the last forward use, one that decodes for backward.
+"""Write Encode decisions into the Step: an op that encodes after the last forward use, others that decode for backward.
 
 Afterwards the code is a storage like any other, which can be kept, offloaded or recomputed, and the encoded storage is
 one that backward does not read.
+
+[Note: how often to decode]
+Decoded, a tensor is as large as ever, so it should not live long. Uses that follow one another closely share one copy;
+before a use that is far from the last one it is decoded anew. An op that can work on the code itself (fused.py) needs
+no copy at all.
 """
 
 from __future__ import annotations
@@ -11,16 +16,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from memfit.capture.needs import Need, gate_of
 from memfit.capture.rewrites.draft import Draft
-from memfit.capture.schemas import operand_needs, visible_arguments
 from memfit.capture.step import Ghost, Half, Op, Ref, Step, Value, map_refs
-from memfit.codecs.bounds import bounds_of
-from memfit.codecs.codec import Reading
-from memfit.codecs.pool import pool_of
 from memfit.codecs.registry import LOSSLESS_NAMES, codec
 from memfit.errors import BadOption
 from memfit.plan.decisions import Decision, Decisions, Encode, EncodeThenOffload, Moments, Offload, Recompute
+from memfit.plan.fused import Coded, fused
+from memfit.plan.readings import Candidate, candidate_of, layout
+
+_FAR_OPS = 6
+"""Uses with more ops than that between them are far apart: a residual block's two ends, not one layer's gradients."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +37,6 @@ class Encoded:
     code_of: dict[int, int]
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A storage that could be encoded: the value that stands for all of it, and its backward uses."""
-
-    value: Value
-    readings: tuple[Reading, ...]
-
-
 def encode_step(step: Step, decisions: Decisions) -> Encoded:
     """Write every Encode and EncodeThenOffload into the step; a step without any comes back as it is."""
     chosen = {s: d for s, d in decisions.items() if isinstance(d, (Encode, EncodeThenOffload))}
@@ -49,13 +46,13 @@ def encode_step(step: Step, decisions: Decisions) -> Encoded:
     draft = Draft(step)
     codes: dict[int, int] = {}
     for storage, decision in sorted(chosen.items()):
-        candidate = _candidate(step, storage)
+        candidate = candidate_of(step, storage)
         why = why_not_encode(step, storage, decision.codec)
         if why or isinstance(candidate, str):
             known = step.storage.get(storage)
             size = "" if known is None else f" ({known.bytes:,} bytes, {_maker(step, storage)})"
             raise BadOption(f"storage {storage}{size} cannot be encoded as '{decision.codec}': {why}")
-        code = _insert(draft, step, storage, candidate, decision.codec)
+        code = _Insertion(draft, step, storage, candidate, decision.codec).write()
         codes[storage] = code.storage
         if isinstance(decision, EncodeThenOffload):
             left[code.storage] = Offload(decision.tier)
@@ -79,63 +76,31 @@ def _renumbered(decision: Decision, number: list[int], num_forward: int) -> Deci
     return decision
 
 
+def lossy_storages(decisions: Decisions) -> dict[int, str]:
+    """The storages that are encoded with loss, each with its codec."""
+    return {
+        storage: decision.codec
+        for storage, decision in sorted(decisions.items())
+        if isinstance(decision, (Encode, EncodeThenOffload)) and codec(decision.codec).is_lossy
+    }
+
+
 def refuse_lossy(step: Step, decisions: Decisions, *, who: str) -> None:
     """Raise if a decision would change the gradients: only a policy that says so of itself may do that."""
-    for storage, decision in sorted(decisions.items()):
-        if isinstance(decision, (Encode, EncodeThenOffload)) and codec(decision.codec).is_lossy:
-            raise BadOption(
-                f"{who} encodes storage {storage} ({step.storage_bytes[storage]:,} bytes, {_maker(step, storage)}) as "
-                f"'{decision.codec}', which is lossy: gradients would differ from eager's. Lossless codecs: "
-                f"{', '.join(LOSSLESS_NAMES)}"
-            )
+    for storage, name in lossy_storages(decisions).items():
+        raise BadOption(
+            f"{who} encodes storage {storage} ({step.storage_bytes[storage]:,} bytes, {_maker(step, storage)}) as "
+            f"'{name}', which is lossy: gradients would differ from eager's. Lossless codecs: "
+            f"{', '.join(LOSSLESS_NAMES)}"
+        )
 
 
 def why_not_encode(step: Step, storage: int, name: str) -> str:
     """What stands in the way of encoding the storage, or nothing."""
-    chosen, candidate = codec(name), _candidate(step, storage)
+    chosen, candidate = codec(name), candidate_of(step, storage)
     if isinstance(candidate, str):
         return candidate
     return chosen.why_not(candidate.value, candidate.readings)
-
-
-def _candidate(step: Step, storage: int) -> _Candidate | str:
-    """What there is to encode, or the reason that there is nothing."""
-    known = step.storage.get(storage)
-    if known is None or known.maker is None or known.maker >= step.num_forward or storage in step.kept:
-        return "it is not made by the forward half, or it is handed to the caller"
-    if known.first_backward is None:
-        return "backward does not read it"
-    if any(writer >= step.num_forward for writer in known.writers):
-        return "backward writes to it"
-    values: list[Value] = []
-    readings: list[Reading] = []
-    for member in known.values:
-        for index in step.readers.get(member, ()):
-            if index >= step.num_forward:
-                values.append(step.values[member])
-                readings += _readings(step, index, member)
-    layouts = {_layout(value) for value in values}
-    if len(layouts) != 1 or values[0].offset != 0 or values[0].bytes != known.bytes:
-        return "backward reads it through views"
-    return _Candidate(values[0], tuple(readings))
-
-
-def _readings(step: Step, index: int, value: int) -> Iterator[Reading]:
-    """How one op uses one value: a reading for each operand that it is."""
-    op = step.ops[index]
-    for operand, read, need in operand_needs(op, step.values):
-        if read == value:
-            arguments = visible_arguments(op, step.values)
-            yield Reading(
-                need,
-                gate_of(op.target, operand, arguments) if need is Need.SIGN else None,
-                pool_of(op.target, arguments) if need is Need.WINDOW else None,
-                bounds_of(op.target, operand, arguments),
-            )
-
-
-def _layout(value: Value) -> tuple[object, ...]:
-    return (value.shape, value.stride, value.offset, value.dtype, value.device)
 
 
 def _maker(step: Step, storage: int) -> str:
@@ -143,37 +108,80 @@ def _maker(step: Step, storage: int) -> str:
     return f"made by {op.target} in module '{op.path or '(root)'}'"
 
 
-def _insert(draft: Draft, step: Step, storage: int, candidate: _Candidate, name: str) -> Value:
-    """Put the two ops in, and let backward read what comes out of the second."""
-    known, value = step.storage[storage], candidate.value
-    chosen = codec(name)
-    settings = chosen.settings(candidate.readings)
-    assert known.last_forward is not None and known.first_backward is not None and known.maker is not None
-    size = chosen.code_bytes(value, settings)
-    flat = replace(value, shape=(size,), stride=(1,), offset=0, dtype=torch.uint8)
-    code = draft.new_value(flat, f"{value.name}_code")
-    fresh = draft.new_value(value, f"{value.name}_decoded")
-    newest = [v for v in known.values if _layout(step.values[v]) == _layout(value)]
-    made_forward = [v for v in newest if step.maker_of.get(v, -1) <= known.last_forward]
-    path, source = step.ops[known.maker].path, step.ops[known.maker].source
-    layout = Ghost(value.shape, value.stride, value.dtype, value.device)
+class _Insertion:
+    """One storage's code on its way into the step."""
 
-    def op(target: str, args: tuple[object, ...], output: Value, half: Half) -> Op:
-        return Op(target, args, (), (output.id,), False, half, path, source)
+    def __init__(self, draft: Draft, step: Step, storage: int, candidate: Candidate, name: str) -> None:
+        self.draft = draft
+        self.step = step
+        self.known = step.storage[storage]
+        self.candidate = candidate
+        self.codec = codec(name)
+        self.settings = self.codec.settings(candidate.readings)
 
-    encoding = op("memfit.encode", (Ref(made_forward[-1]), settings, chosen.name), code, Half.FORWARD)
-    draft.insert_before(known.last_forward + 1, encoding)
-    decoding = op("memfit.decode", (Ref(code.id), layout, settings, chosen.name), fresh, Half.BACKWARD)
-    draft.insert_before(known.first_backward, decoding)
-    members = set(known.values)
-    for index in range(known.first_backward, len(step.ops)):
-        reader = draft.ops[index]
-        if reader is not None and members & set(reader.reads()):
+    def write(self) -> Value:
+        """Put the ops in, and let backward read what they make; the code."""
+        value = self.candidate.value
+        size = self.codec.code_bytes(value, self.settings)
+        flat = replace(value, shape=(size,), stride=(1,), offset=0, dtype=torch.uint8)
+        code = self.draft.new_value(flat, f"{value.name}_code")
+        assert self.known.last_forward is not None
+        encoding = self._op("memfit.encode", (Ref(value.id), self.settings, self.codec.name), code, Half.FORWARD)
+        self.draft.insert_before(self.known.last_forward + 1, encoding)
+        for uses in self._near_uses():
+            self._decode_for(uses, code)
+        return code
 
-            def swap(ref: Ref) -> Ref:
-                return Ref(fresh.id) if ref.value in members else ref
+    def _near_uses(self) -> Iterator[list[int]]:
+        """The backward uses in groups: within one, no use is far from the one before."""
+        group: list[int] = []
+        for index in self.candidate.readers:
+            if group and index - group[-1] > _FAR_OPS + 1:
+                yield group
+                group = []
+            group.append(index)
+        yield group
 
-            draft.ops[index] = replace(
+    def _decode_for(self, uses: list[int], code: Value) -> None:
+        """Let ops that follow one another read a decoded copy, or the code itself."""
+        value, members = self.candidate.value, frozenset(self.known.values)
+        coded = Coded(value, members, code.id, self.codec.name, self.settings)
+        left: list[int] = []
+        for index in uses:
+            on_code = fused(self._reader(index), coded, self.draft.values)
+            if on_code is None:
+                left.append(index)
+            else:
+                self.draft.ops[index] = on_code
+        if not left:
+            return
+        fresh = self.draft.new_value(value, f"{value.name}_decoded")
+        ghost = Ghost(value.shape, value.stride, value.dtype, value.device)
+        decoding = self._op("memfit.decode", (Ref(code.id), ghost, self.settings, self.codec.name), fresh)
+        self.draft.insert_before(left[0], decoding)
+        stands_for = dict.fromkeys(members, fresh.id)
+        for view in (v for v in self.candidate.views if any(v in self._reader(i).reads() for i in left)):
+            seen = self.step.values[view]
+            again = self.draft.new_view(fresh, seen, f"{seen.name}_decoded")
+            layout_args = (Ref(fresh.id), seen.shape, seen.stride, seen.offset)
+            self.draft.insert_before(left[0], self._op("memfit.view", layout_args, again))
+            stands_for |= {v: again.id for v in members if layout(self.step.values[v]) == layout(seen)}
+
+        def swap(ref: Ref) -> Ref:
+            return Ref(stands_for.get(ref.value, ref.value))
+
+        for index in left:
+            reader = self._reader(index)
+            self.draft.ops[index] = replace(
                 reader, args=map_refs(reader.args, swap), kwargs=tuple((k, map_refs(v, swap)) for k, v in reader.kwargs)
             )
-    return code
+
+    def _reader(self, index: int) -> Op:
+        reader = self.draft.ops[index]
+        assert reader is not None
+        return reader
+
+    def _op(self, target: str, args: tuple[object, ...], output: Value, half: Half = Half.BACKWARD) -> Op:
+        assert self.known.maker is not None
+        maker = self.step.ops[self.known.maker]
+        return Op(target, args, (), (output.id,), False, half, maker.path, maker.source)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from memfit.capture.rewrites import check_names
 from memfit.errors import BadOption
 from memfit.plan.budget import Budget
-from memfit.plan.policies.registry import RUNNABLE, policy_named
+from memfit.plan.policies.registry import RUNNABLE, policy_named, require_permission
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Options:
     max_captures: int = 8
     debug: bool = False
     measure_s: float = 60.0
+    allow_lossy: bool = False
 
     @property
     def asks_costs(self) -> bool:
@@ -27,7 +28,11 @@ class Options:
         return self.budget is not None or policy_named(self.policy).asks_costs
 
     def __post_init__(self) -> None:
-        if policy_named(self.policy).decide is None:
+        chosen = policy_named(self.policy)
+        require_permission(chosen, allow_lossy=self.allow_lossy)
+        if self.allow_lossy and not chosen.is_lossy:
+            raise BadOption(f"allow_lossy=True: policy={self.policy!r} loses nothing. Leave it out")
+        if chosen.decide is None:
             raise BadOption(
                 f"policy={self.policy!r} is an account to compare with, and cannot be run. "
                 f"Policies that can: {', '.join(RUNNABLE)}"

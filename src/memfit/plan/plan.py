@@ -62,16 +62,19 @@ class Plan:
         return json.dumps(self.to_dict())
 
     @classmethod
-    def from_json(cls, text: str, step: Step, *, device: str) -> Plan:
-        """The plan that to_json wrote, if it belongs to this step, this torch and this device."""
+    def from_json(cls, text: str, step: Step, *, device: str, allow_lossy: bool = False) -> Plan:
+        """The plan that to_json wrote, if it belongs to this step, this torch and this device.
+
+        One that changes gradients comes back only to those who allow it.
+        """
         try:
             data = json.loads(text)
         except ValueError as error:
             raise WrongPlan(f"not a plan: {error}") from error
-        return cls.from_dict(data, step, device=device)
+        return cls.from_dict(data, step, device=device, allow_lossy=allow_lossy)
 
     @classmethod
-    def from_dict(cls, data: Any, step: Step, *, device: str) -> Plan:
+    def from_dict(cls, data: Any, step: Step, *, device: str, allow_lossy: bool = False) -> Plan:
         """The plan that to_dict wrote, checked: it belongs here, and its program is legal."""
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise WrongPlan(f"not a plan of format {_FORMAT}. Plans are what Plan.to_json() writes")
@@ -87,7 +90,8 @@ class Plan:
             policy, budget, peak = str(data["policy"]), data["budget_bytes"], int(data["peak_bytes"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WrongPlan(f"the plan for step {step.digest} is damaged: {error}") from error
-        refuse_lossy(step, decisions, who="the plan")
+        if not allow_lossy:
+            refuse_lossy(step, decisions, who="the plan")
         program = Program(encode_step(step, decisions).step, instructions)
         check(program)
         return cls(step, decisions, program, policy, device, budget, peak)

@@ -19,7 +19,7 @@ from memfit.plan.lower import lower
 from memfit.plan.plan import Plan
 from memfit.plan.policies.network_wide import NetworkWide
 from memfit.plan.policies.policy import Decided
-from memfit.plan.policies.registry import policy_named
+from memfit.plan.policies.registry import policy_named, require_permission
 from memfit.plan.program import Program
 from memfit.plan.simulate import Timeline, simulate
 
@@ -134,14 +134,17 @@ def plan_step(
     optimizer: str = "none",
     decisions: Decisions | None = None,
     headroom: bool = False,
+    allow_lossy: bool = False,
 ) -> Planned:
     """The plan of that policy for the step at these costs, whether it fits the budget or not.
 
     Without a budget, the device's own memory is the limit. Decisions that were taken already are not taken again. With
-    `headroom` the policy aims a little lower than the budget, for what a process holds besides tensors.
+    `headroom` the policy aims a little lower than the budget, for what a process holds besides tensors. Policies that
+    change gradients are refused unless `allow_lossy` is said.
     """
     start_s = time.perf_counter()
     chosen = policy_named(policy)
+    require_permission(chosen, allow_lossy=allow_lossy)
     state_bytes = optimizer_bytes(step, optimizer)
     keep = _keep(step, costs)
     budget_bytes = costs.memory_bytes
@@ -206,10 +209,18 @@ def plan_step(
 
 
 def runnable_plan(
-    step: Step, costs: Costs, *, policy: str, budget: Budget | None, decisions: Decisions | None = None
+    step: Step,
+    costs: Costs,
+    *,
+    policy: str,
+    budget: Budget | None,
+    decisions: Decisions | None = None,
+    allow_lossy: bool = False,
 ) -> Planned:
     """The same for a plan that is to be run here: raises DoesNotFit if it is larger than the budget."""
-    planned = plan_step(step, costs, policy=policy, budget=budget, decisions=decisions, headroom=True)
+    planned = plan_step(
+        step, costs, policy=policy, budget=budget, decisions=decisions, headroom=True, allow_lossy=allow_lossy
+    )
     if budget is not None:
         planned.require_fit()
     return planned

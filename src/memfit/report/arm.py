@@ -78,6 +78,7 @@ class Arm:
         options: Options | None,
     ) -> None:
         self.model, self.call, self.loss, self.inputs = _copy(model, (tuple(args), dict(kwargs), tuple(targets)), loss)
+        self.options = options
         if not self.model.training:
             self.model.train()
         if options is not None:
@@ -87,6 +88,7 @@ class Arm:
                 policy=options.policy,
                 without=options.without,
                 max_captures=options.max_captures,
+                allow_lossy=options.allow_lossy,
             )
         tensors = [*self.inputs, *self.model.parameters(), *self.model.buffers()]
         self.devices = sorted({str(t.device) for t in tensors} - {"cpu", "meta"})
@@ -147,7 +149,13 @@ class Arm:
                 if parameter.grad is not None:
                     parameter.add_(parameter.grad, alpha=-lr)
 
-    def made(self) -> Named:
+    def start_from(self, other: Arm) -> None:
+        """Take over another arm's parameters; all else is equal already, or a difference that has been seen."""
+        with torch.no_grad():
+            for ours, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
+                ours.copy_(theirs)
+
+    def made(self, *, gradients: bool = True) -> Named:
         """What the last step made and changed, in the order it is compared: kind, name, tensor."""
         tensors, skeleton = take_apart(self.output)
         if isinstance(self.model, TrainingStep):
@@ -156,11 +164,12 @@ class Arm:
             for name, value in _named(skeleton, tensors, "output"):
                 yield "output", name, value
             yield "loss", "loss", self.loss_value
-        for name, parameter in self.model.named_parameters():
-            yield "gradient", self._own(name), parameter.grad
-        for index, tensor in enumerate(self.inputs):
-            if tensor.requires_grad:
-                yield "input gradient", f"input {index}", tensor.grad
+        if gradients:
+            for name, parameter in self.model.named_parameters():
+                yield "gradient", self._own(name), parameter.grad
+            for index, tensor in enumerate(self.inputs):
+                if tensor.requires_grad:
+                    yield "input gradient", f"input {index}", tensor.grad
         for name, buffer in self.model.named_buffers():
             yield "buffer", self._own(name), buffer
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from memfit import zoo
+from memfit.codecs import dense
 from memfit.cost.profile import measure as measure_costs
+from memfit.plan.encode import lossy_storages
 from memfit.plan.options import Options
+from memfit.plan.planner import Planned
 from memfit.plan.simulate import simulate
 from memfit.report.measure import measure_peak, measure_times
 from memfit.report.step_module import TrainingStep
@@ -21,12 +24,24 @@ _PREDICTION_CAP_S = 300.0
 
 
 @dataclass(frozen=True)
+class LossyTensor:
+    """A tensor that backward reads with loss, in which form, and who made it."""
+
+    tensor: str
+    codec: str
+    bytes: int
+    op: str
+    module: str
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A training step fitted, beside the same step in eager.
 
     Peaks are growths of a process of each arm's own (memfit.report.measure.Peak says of which steps); the ledger's are
     what the plan says: `ledger_peak_bytes` with parameters and inputs, `ledger_growth_bytes` without. The predicted
-    ones, if asked for, are those of the simulator at measured costs: growth with workspaces, seconds.
+    ones, if asked for, are those of the simulator at measured costs: growth with workspaces, seconds. `num_fallbacks`
+    counts the tensors, over all steps taken here, that did not fit into their codes and were kept as they were.
     """
 
     network: str
@@ -49,6 +64,8 @@ class Comparison:
     capture_s: float
     threads: int
     torch: str
+    lossy: tuple[LossyTensor, ...] = ()
+    num_fallbacks: int = 0
     predicted_peak_bytes: int | None = None
     predicted_step_s: float | None = None
 
@@ -94,6 +111,23 @@ class Comparison:
         }
 
 
+def _num_fallbacks() -> int:
+    return sum(found.num_tensors for found in dense.fallbacks().values())
+
+
+def lossy_tensors(planned: Planned) -> Iterator[LossyTensor]:
+    """The tensors that a plan stores with loss, largest first."""
+    assert planned.plan is not None
+    step = planned.step
+    found = lossy_storages(planned.plan.decisions)
+    for storage in sorted(found, key=lambda s: -step.storage_bytes[s]):
+        known = step.storage[storage]
+        assert known.maker is not None
+        maker = step.ops[known.maker]
+        name = step.values[known.values[-1]].name
+        yield LossyTensor(name, found[storage], known.bytes, maker.target, maker.path)
+
+
 def compare_network(
     network: str,
     *,
@@ -117,9 +151,12 @@ def compare_network(
     eager, fitted = both_arms(model, call, seed=seed, options=options)
     del model, call
     progress("capturing")
+    fallbacks_before = _num_fallbacks()
     times, verdict, capture_s = measure_times(eager, fitted, steps=steps, progress=progress)
+    num_fallbacks = _num_fallbacks() - fallbacks_before
     assert fitted.fitted is not None
     ledger = fitted.fitted.ledger
+    lossy = tuple(lossy_tensors(fitted.fitted.planned))
     program = fitted.fitted.newest.program
     # The children need the memory more than we do.
     eager.forget()
@@ -156,6 +193,8 @@ def compare_network(
         capture_s=capture_s,
         threads=threads,
         torch=torch.__version__,
+        lossy=lossy,
+        num_fallbacks=num_fallbacks,
         predicted_peak_bytes=None if timeline is None else timeline.ledger.growth_bytes,
         predicted_step_s=None if timeline is None else timeline.step_s,
     )

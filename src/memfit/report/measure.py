@@ -130,6 +130,7 @@ def _fit_arguments(options: Options) -> dict[str, Any]:
         "policy": options.policy,
         "without": sorted(options.without),
         "max_captures": options.max_captures,
+        "allow_lossy": options.allow_lossy,
         # As this process measured: times taken under a pinned malloc are worth nothing.
         "measure_s": 0.0,
     }

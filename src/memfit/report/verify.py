@@ -12,8 +12,10 @@ from torch import nn
 from memfit.errors import BadOption
 from memfit.plan.budget import Budget
 from memfit.plan.options import Options
+from memfit.plan.policies.registry import with_format
 from memfit.report.arm import Arm, Named
 from memfit.report.bits import Difference, difference
+from memfit.report.gradient_error import GradientError, worse
 from memfit.report.step_module import Loss
 
 
@@ -28,6 +30,8 @@ class Verdict:
         num_different: tensors that differed in the last step taken.
         first_difference: the first of them, in the order outputs, loss, gradients, gradients of inputs, buffers,
             parameters after the update, random state.
+        gradient_error: of a lossy plan, how far its gradients are from eager's in the worst step. They are then not
+            among the tensors compared, nor the parameters after the update: each step starts from eager's.
     """
 
     exact: bool
@@ -35,14 +39,22 @@ class Verdict:
     num_compared: int
     num_different: int = 0
     first_difference: Difference | None = None
+    gradient_error: GradientError | None = None
+
+    @property
+    def holds(self) -> bool:
+        """True if everything is exact that was promised to be: of a lossy plan all but the gradients."""
+        return self.first_difference is None
 
     def __bool__(self) -> bool:
         return self.exact
 
     def __str__(self) -> str:
         counted = f"{self.steps} step{'s' * (self.steps != 1)}, {self.num_compared:,} tensors compared"
-        if self.first_difference is None:
+        if self.exact:
             return f"exact: {counted} bit for bit"
+        if self.first_difference is None:
+            return f"lossy: {counted} bit for bit, all but gradients. Gradients: {self.gradient_error}"
         others = self.num_different - 1
         also = f"; {others:,} other tensor{'s' * (others != 1)} differ in that step" if others else ""
         return f"not exact: {counted}. First difference: {self.first_difference}{also}"
@@ -54,6 +66,7 @@ class Verdict:
             "steps": self.steps,
             "num_compared": self.num_compared,
             "num_different": self.num_different,
+            "gradient_error": None if self.gradient_error is None else self.gradient_error.to_dict(),
             "first_difference": None if self.first_difference is None else self.first_difference.to_dict(),
         }
 
@@ -71,6 +84,8 @@ def verify(
     without: Iterable[str] = (),
     policy: str = "keep",
     budget: int | str | None = None,
+    format: str | None = None,
+    allow_lossy: bool = False,
 ) -> Verdict:
     """Take `steps` training steps in eager and fitted, from the same state, and compare them bit for bit.
 
@@ -85,12 +100,14 @@ def verify(
         steps: how many steps; between two of them each copy is updated by plain gradient descent.
         seed: what the random generators start from in both runs.
         lr: the learning rate of that update.
-        without, policy, budget: as in memfit.fit.
+        without, policy, budget, format, allow_lossy: as in memfit.fit. What a lossy policy does to gradients is
+            measured step by step, each from eager's state, and all else must be exact.
 
     Example:
         >>> assert memfit.verify(torch.nn.Linear(4, 2), (torch.randn(3, 4),))
     """
-    options = Options(Budget.of(budget), policy, frozenset(without))
+    name = with_format(policy, format)
+    options = Options(Budget.of(budget), name, frozenset(without), allow_lossy=allow_lossy)
     eager, fitted = both_arms(model, args, kwargs, loss=loss, targets=targets, seed=seed, options=options)
     return compare(eager, fitted, steps=steps, lr=lr)
 
@@ -120,6 +137,8 @@ def compare(
     if steps < 1:
         raise BadOption(f"steps={steps}: must be at least 1")
     num_compared = 0
+    error: GradientError | None = None
+    is_lossy = fitted.options is not None and fitted.options.allow_lossy
     for step in range(1, steps + 1):
         eager.forget()
         fitted.forget()
@@ -128,15 +147,20 @@ def compare(
         for arm in (fitted, eager) if step % 2 else (eager, fitted):
             arm.step()
         after_step(step)
-        found = list(_differences(step, eager.made(), fitted.made()))
+        if is_lossy:
+            error = worse(error, GradientError.of(eager.made(), fitted.made()))
+        found = list(_differences(step, eager.made(gradients=not is_lossy), fitted.made(gradients=not is_lossy)))
         eager.update(lr)
-        fitted.update(lr)
+        if is_lossy:
+            fitted.start_from(eager)
+        else:
+            fitted.update(lr)
         found += _differences(step, eager.state(), fitted.state())
         num_compared += len(found)
         different = [d for d in found if d is not None]
         if different:
-            return Verdict(False, step, num_compared, len(different), different[0])
-    return Verdict(True, steps, num_compared)
+            return Verdict(False, step, num_compared, len(different), different[0], error)
+    return Verdict(not is_lossy, steps, num_compared, gradient_error=error)
 
 
 def _differences(step: int, eager: Named, fitted: Named) -> Iterator[Difference | None]:

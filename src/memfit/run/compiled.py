@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.step import Origin, Value
+from memfit.capture.step import Origin
 from memfit.capture.structure import put_together
 from memfit.capture.trace import Capture, Incoming
 from memfit.errors import UnsupportedUse
@@ -21,6 +21,7 @@ from memfit.plan.program import FetchStart, Program
 from memfit.run.codegen import Code, Observer, away_name, generate
 from memfit.run.feedback import Feedback
 from memfit.run.nodes import Call, Handover, Slice, StepWatch, attach
+from memfit.run.sources import find_sources
 from memfit.tiers.tier import Tier
 from memfit.torch_internals import autocast_state, below_autograd, no_autocast
 
@@ -81,7 +82,6 @@ class Compiled:
         self._shared_outputs = [i for i, v in enumerate(step.outputs) if looks_at[step.values[v].storage] > 1]
         self._bind_handovers(index_of)
         self._tangent_names = [None if v is None else names[v] for v in step.tangents]
-        self._num_state = len(self.capture.slots)
 
     def _bind_handovers(self, index_of: dict[int, int]) -> None:
         """Which link hands over what, and which chains of links stand behind which output."""
@@ -113,25 +113,7 @@ class Compiled:
 
     def sources(self, inputs: list[torch.Tensor]) -> list[Any] | None:
         """The tensors behind the step's sources in order, or None if the model's own no longer hang where they did."""
-        state: list[torch.Tensor] = []
-        for places in self.capture.slots:
-            tensor = places[0].read()
-            if tensor is None or any(place.read() is not tensor for place in places[1:]):
-                return None
-            if places[0].origin is Origin.ATTRIBUTE and not _fits(tensor, self.program.step.values[len(state)]):
-                return None
-            state.append(tensor)
-        found: list[Any] = []
-        position = 0
-        for source in self.program.step.sources:
-            if source.origin is Origin.CONSTANT:
-                found.append(self.capture.constants[source.value])
-            elif source.origin is Origin.TANGENT:
-                found.append(None)
-            else:
-                found.append(state[position] if position < self._num_state else inputs[position - self._num_state])
-                position += 1
-        return found
+        return find_sources(self.capture, self.program.step, inputs)
 
     def __call__(self, model: nn.Module, sources: list[Any]) -> Any:
         """Run the forward half; the result carries the chain that runs the backward half."""
@@ -237,16 +219,6 @@ class Compiled:
 def _plain(output: torch.Tensor) -> torch.Tensor:
     """The output as a tensor of its own: one that autograd takes for a view could not be written to by the caller."""
     return output.detach() if output._is_view() else output
-
-
-def _fits(tensor: torch.Tensor, value: Value) -> bool:
-    """True if the tensor has the layout that was captured; the signature does not cover plain attributes."""
-    return (
-        tuple(tensor.shape) == value.shape
-        and tuple(tensor.stride()) == value.stride
-        and tensor.dtype == value.dtype
-        and tensor.grad_fn is None
-    )
 
 
 class _Variant:

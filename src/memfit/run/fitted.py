@@ -24,10 +24,13 @@ from memfit.plan.decisions import Decision
 from memfit.plan.ledger import Ledger
 from memfit.plan.options import Options
 from memfit.plan.planner import Planned, runnable_plan
+from memfit.plan.policies.registry import policy_named
 from memfit.run.compiled import Compiled
+from memfit.run.densities import measured_densities
 from memfit.run.feedback import Feedback, Measured
 from memfit.run.observe import LiveBytes
 from memfit.run.signature import device_types, signature
+from memfit.run.sources import find_sources
 from memfit.tiers.disk import DiskTier
 from memfit.tiers.registry import TIERS
 from memfit.torch_internals import autocast_state, calling_module, fake_mode, is_nested_capture
@@ -153,7 +156,8 @@ class Fitted:
             name = type(self.model).__name__
             captured = capture_call(model, call_args, call_kwargs, autocast=state, incoming=incoming, name=name)
             step = rewrite(captured.step, without=self.options.without)
-            return self._compile(captured, step, recapture, devices, like)
+            sources = find_sources(captured, step, inputs) if like is None else None
+            return self._compile(captured, step, recapture, devices, like, sources)
 
         stand_in_args, stand_in_kwargs = _stand_ins(args, kwargs)
 
@@ -170,7 +174,13 @@ class Fitted:
         return compiled
 
     def _compile(
-        self, captured: Capture, step: Step, recapture: Any, devices: tuple[str, ...], like: Compiled | None
+        self,
+        captured: Capture,
+        step: Step,
+        recapture: Any,
+        devices: tuple[str, ...],
+        like: Compiled | None,
+        sources: list[Any] | None,
     ) -> Compiled:
         """Plan the step and make the plan's program runnable.
 
@@ -188,8 +198,18 @@ class Fitted:
             costs = measure(step, cap_s=options.measure_s)
         else:
             costs = free_of_charge(step, tiers=TIERS)
+        if policy_named(options.policy).asks_densities and sources is not None:
+            found = measured_densities(step, sources, opaque=captured.opaque, devices=devices)
+            costs = replace(costs, densities=found)
         decisions = None if like is None else _decisions_as_in(like, step)
-        planned = runnable_plan(step, costs, policy=options.policy, budget=options.budget, decisions=decisions)
+        planned = runnable_plan(
+            step,
+            costs,
+            policy=options.policy,
+            budget=options.budget,
+            decisions=decisions,
+            allow_lossy=options.allow_lossy,
+        )
         program, timeline = planned.program, planned.simulated
         for tier, away_bytes in most_bytes_away(program).items():
             TIERS[tier].reserve(away_bytes)  # before the plan is accepted: it raises if there is no room

@@ -48,7 +48,7 @@ class LiveBytes:
     def __call__(self, number: int, made: Mapping[int, torch.Tensor] | None = None) -> None:
         for storage, tensor in (made or {}).items():
             if not any(s == storage and watch.watches(tensor) for s, watch in self._watches):  # else taken back
-                self._watches.append((storage, StorageWatch(tensor)))
+                self._watches.append((storage, StorageWatch(tensor, self._planned_bytes(storage, tensor))))
         instruction = self._promised.entries[number].instruction
         if isinstance(instruction, Give):
             storage = self._step.values[self._step.gradients[instruction.gradient].value].storage
@@ -61,6 +61,12 @@ class LiveBytes:
             total[self._step.storage[storage].kind] += watch.num_bytes
         self.entries[number] = tuple(total[kind] for kind in KINDS)
         self._compare(number)
+
+    def _planned_bytes(self, storage: int, tensor: torch.Tensor) -> int:
+        """What a storage counts. A code that had to be a dense copy is counted elsewhere, by codecs/dense.py."""
+        maker, size = self._step.storage[storage].maker, tensor.untyped_storage().nbytes()
+        is_code = maker is not None and self._step.ops[maker].target == "memfit.encode"
+        return min(size, self._step.storage_bytes[storage]) if is_code else size
 
     def _compare(self, number: int) -> None:
         entry, found = self._promised.entries[number], self.entries[number]

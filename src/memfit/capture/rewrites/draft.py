@@ -30,15 +30,21 @@ class Draft:
 
     def new_value(self, like: Value, name: str) -> Value:
         """A value with the layout of another, in a storage of its own."""
+        self.storage_bytes.append(like.bytes)
+        return self._add(replace(like, storage=len(self.storage_bytes) - 1, offset=0), name)
+
+    def new_view(self, of: Value, like: Value, name: str) -> Value:
+        """A value with the layout of one, offset included, in the storage of another."""
+        return self._add(replace(like, storage=of.storage), name)
+
+    def _add(self, value: Value, name: str) -> Value:
         fresh, number = name, 1
         while fresh in self._names:
             number += 1
             fresh = f"{name}_{number}"
         self._names.add(fresh)
-        self.storage_bytes.append(like.bytes)
-        value = replace(like, id=len(self.values), name=fresh, storage=len(self.storage_bytes) - 1, offset=0)
-        self.values.append(value)
-        return value
+        self.values.append(replace(value, id=len(self.values), name=fresh))
+        return self.values[-1]
 
     def merge_storages(self, into: dict[int, int]) -> None:
         """Everything that looked at one storage looks at another."""

@@ -49,11 +49,11 @@ static int64_t run_shares(struct share *shares, int num_shares) {
 
 /* Values that are packed one after the other go where the shares before have left off, so those are counted first.
  * numbers[1] is the capacity; more than that is not begun. */
-static int64_t count_ahead(kernel *const *kernels, struct share *shares, int num_shares) {
+static int64_t count_ahead(kernel *count, struct share *shares, int num_shares) {
     kernel *encode = shares[0].run;
     int64_t position = 0;
     for (int i = 0; i < num_shares; i++)
-        shares[i].run = kernels[SPARSE_COUNT];
+        shares[i].run = count;
     int64_t total = run_shares(shares, num_shares);
     for (int i = 0; i < num_shares; i++) {
         shares[i].run = encode;
@@ -70,16 +70,22 @@ int64_t memfit_codecs_run(int which, const struct job *job, int num_threads, int
     if (use_avx2 && memfit_codecs_have_avx2())
         kernels = memfit_avx2_kernels;
 #endif
-    int64_t num_shares = least(least(num_threads, MAX_THREADS), job->count / LEAST_SHARE);
+    int64_t grain = GRAIN, work = job->count;
+    if (which == WINDOW_BACKWARD) { /* shared out by planes; the work is their windows */
+        grain = 1;
+        work *= job->numbers[1] * job->numbers[2] * job->numbers[3];
+    }
+    int64_t num_shares = least(least(num_threads, MAX_THREADS), work / LEAST_SHARE);
     if (num_shares < 2)
         return kernels[which](job, 0, job->count, 0, INT64_MAX);
     struct share shares[MAX_THREADS];
-    int64_t length = (job->count / num_shares + GRAIN - 1) / GRAIN * GRAIN;
+    int64_t length = ((job->count + num_shares - 1) / num_shares + grain - 1) / grain * grain;
     for (int i = 0; i < num_shares; i++)
         shares[i] = (struct share){kernels[which], job, least(i * length, job->count),
                                    least((i + 1) * length, job->count), 0, INT64_MAX, 0};
-    if (which == SPARSE_ENCODE || which == CSR_ENCODE) {
-        int64_t total = count_ahead(kernels, shares, (int)num_shares);
+    if (which == SPARSE_ENCODE || which == CSR_ENCODE || which == SPARSE_FLOAT_ENCODE) {
+        int count = which == SPARSE_FLOAT_ENCODE ? SPARSE_FLOAT_COUNT : SPARSE_COUNT;
+        int64_t total = count_ahead(kernels[count], shares, (int)num_shares);
         if (total > job->numbers[1])
             return total;
     }

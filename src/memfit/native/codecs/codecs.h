@@ -25,7 +25,7 @@ struct job {
     const void *in;
     const void *in2;
     void *out;
-    int64_t count; /* elements of the tensor */
+    int64_t count; /* elements of the tensor; for window_backward its planes */
     const int64_t *numbers;
     const float *reals;
 };
@@ -60,6 +60,11 @@ enum which {
     INT4_DECODE,
     NARROW_ENCODE,
     NARROW_DECODE,
+    WINDOW_BACKWARD,
+    SPARSE_FLOAT_COUNT,
+    SPARSE_FLOAT_ENCODE,
+    SPARSE_FLOAT_DECODE,
+    CODE_GATE,
     NUM_KERNELS
 };
 

@@ -3,7 +3,8 @@
  * mask_pack: numbers = (bits, kind, cells); kind 0 is float32, 1 is bfloat16; reals holds (low, high, class) for each
  * cell. The first cell that fits decides; what fits none, NaN always, is of class 0.
  * mask_unpack: numbers = (bits, item bytes, the pattern of each of four classes).
- * mask_gate: `out` is a gradient, changed in place: zero where the bit is set. numbers = (1, item bytes). */
+ * mask_gate: out is the gradient in2 with zeros where the bit is set; without in2 it is changed in place. numbers = (1,
+ * item bytes). */
 
 static inline float mask_item(const struct job *job, int64_t i) {
     if (job->numbers[1] == 0)
@@ -150,17 +151,21 @@ static int64_t mask_gate(const struct job *job, int64_t begin, int64_t end, int6
     int64_t item = job->numbers[1], i = begin;
     const uint8_t *in = (const uint8_t *)job->in + begin / 8;
     char *out = job->out;
+    const char *gradient = job->in2 ? job->in2 : out;
 #ifdef WITH_AVX2
     if (item == 4) {
         for (; i + 8 <= end; i += 8) {
-            __m256i *at = (__m256i *)(out + 4 * i);
-            _mm256_storeu_si256(at, _mm256_andnot_si256(mask_lanes(*in++), _mm256_loadu_si256(at)));
+            __m256i x = _mm256_loadu_si256((const __m256i *)(gradient + 4 * i));
+            _mm256_storeu_si256((__m256i *)(out + 4 * i), _mm256_andnot_si256(mask_lanes(*in++), x));
         }
     }
 #endif
     for (; i < end; i += 8) {
         uint32_t byte = *in++;
-        for (int64_t k = 0; k < least(8, end - i); k++)
+        int64_t count = least(8, end - i);
+        if (job->in2)
+            memcpy(out + item * i, gradient + item * i, (size_t)(item * count));
+        for (int64_t k = 0; k < count; k++)
             if (byte >> k & 1)
                 mask_put(out, i + k, item, 0);
     }

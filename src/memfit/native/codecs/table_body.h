@@ -4,6 +4,9 @@
 #include "sparse_body.h"
 #include "float_body.h"
 #include "integer_body.h"
+#include "sparse_float_body.h"
+#include "window_backward_body.h"
+#include "gate_body.h"
 
 kernel *const NAME(memfit, kernels)[NUM_KERNELS] = {
     [MASK_PACK] = mask_pack,         [MASK_PACK_BOOL] = mask_pack_bool, [MASK_UNPACK] = mask_unpack,
@@ -14,5 +17,7 @@ kernel *const NAME(memfit, kernels)[NUM_KERNELS] = {
     [FP10_ENCODE] = fp10_encode,     [FP10_DECODE] = fp10_decode,       [FP8_ENCODE] = fp8_encode,
     [FP8_DECODE] = fp8_decode,       [INT8_ENCODE] = int8_encode,       [INT8_DECODE] = int8_decode,
     [INT4_ENCODE] = int4_encode,     [INT4_DECODE] = int4_decode,       [NARROW_ENCODE] = narrow_encode,
-    [NARROW_DECODE] = narrow_decode,
+    [NARROW_DECODE] = narrow_decode, [WINDOW_BACKWARD] = window_backward,
+    [SPARSE_FLOAT_COUNT] = sparse_float_count,   [SPARSE_FLOAT_ENCODE] = sparse_float_encode,
+    [SPARSE_FLOAT_DECODE] = sparse_float_decode, [CODE_GATE] = code_gate,
 };

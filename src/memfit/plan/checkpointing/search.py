@@ -34,6 +34,7 @@ class Solution:
     """The checkpoints, the segments between them that have anything inside, and what they weigh.
 
     Source and target count in no term. Several sets of checkpoints may be equally good; this is always the same one.
+    `num_tried` is how many weights of the heaviest segment were tried: each is one walk over the division tree.
     """
 
     total: int
@@ -41,6 +42,7 @@ class Solution:
     largest_segment: int
     checkpoints: frozenset[int]
     segments: tuple[Segment, ...]
+    num_tried: int
 
 
 def search(graph: Graph) -> Solution:
@@ -49,16 +51,18 @@ def search(graph: Graph) -> Solution:
     terms = sorted(searched.terms())
     best_term, best_total = terms[-1], terms[-1] + searched.stored(terms[-1])
     floor = best_total - best_term  # with a heavier segment allowed, no more is stored: no term stores less than this
+    num_tried = 1
     for term in terms:
         if term + floor >= best_total:
             break
+        num_tried += 1
         total = term + searched.stored(term)
         if total < best_total:
             best_term, best_total = term, total
     checkpoints, segments = searched.chosen(best_term)
     stored = sum(graph.weights[vertex] for vertex in checkpoints)
     largest = max((sum(graph.weights[v] for v in segment.inside) for segment in segments), default=0)
-    return Solution(stored + largest, stored, largest, frozenset(checkpoints), tuple(sorted(segments)))
+    return Solution(stored + largest, stored, largest, frozenset(checkpoints), tuple(sorted(segments)), num_tried)
 
 
 class _Chain:

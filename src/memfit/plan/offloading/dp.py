@@ -39,10 +39,15 @@ State = TypeVar("State")
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A schedule, and the least that any schedule of the chain waits; equal if it is optimal."""
+    """A schedule, and the least that any schedule of the chain waits; equal if it is optimal.
+
+    Attributes:
+        num_labels: how many labels the programs made; what they take grows with it.
+    """
 
     schedule: Schedule
     bound_ps: int
+    num_labels: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +58,13 @@ class Choice:
         away: the stages to send; None if no label was better than the known schedule.
         idle_ps: what the program believes compute waits; exact.
         bound_ps: no choice waits less, by the program's rules.
+        num_labels: how many labels were made on the way.
     """
 
     away: frozenset[int] | None
     idle_ps: Fraction
     bound_ps: Fraction
+    num_labels: int
 
 
 def solve_dp(chain: Chain, *, width: int | None = None) -> Solution | None:
@@ -66,13 +73,17 @@ def solve_dp(chain: Chain, *, width: int | None = None) -> Solution | None:
     if best is None or bottom is None:
         return None
     bound_ps = bottom.bound_ps
+    num_labels = 0
     if best.idle_ps > bound_ps:
         relaxed = solve_relaxed(chain, width=width, known_ps=best.idle_ps)
         bound_ps = max(bound_ps, math.ceil(relaxed.bound_ps))
         best = _better(chain, best, relaxed)
+        num_labels += relaxed.num_labels
     if best.idle_ps > bound_ps:
-        best = _better(chain, best, solve_whole(chain, width=width, known_ps=best.idle_ps))
-    return Solution(_pared(chain, best, bottom.sent_bytes), bound_ps)
+        whole = solve_whole(chain, width=width, known_ps=best.idle_ps)
+        best = _better(chain, best, whole)
+        num_labels += whole.num_labels
+    return Solution(_pared(chain, best, bottom.sent_bytes), bound_ps, num_labels)
 
 
 def _better(chain: Chain, known: Schedule, choice: Choice) -> Schedule:
@@ -291,6 +302,7 @@ def _walk(chain: Chain, sides: tuple[_Side[State], ...], width: int | None, know
     most_kept = [chain.limit_bytes - need for need in accumulate(reversed(needs), max)][::-1]
     labels = [_Label(0, 0, 0, 0, forward.start(), backward.start())] if most_kept[0] >= 0 else []
     total_bytes = 0
+    num_labels = 0
     last = len(chain.stages) - 1
     for index, stage in enumerate(chain.stages):
         total_bytes += stage.saved_bytes
@@ -310,6 +322,7 @@ def _walk(chain: Chain, sides: tuple[_Side[State], ...], width: int | None, know
                 outlook = forward.outlook(forth, index + 1, sent_bytes) + backward.outlook(back, index + 1, sent_bytes)
                 if known is None or outlook < known:
                     grown.append(_Label(outlook, cost, kept_bytes, away, forth, back))
+        num_labels += len(grown)
         labels = _undominated(grown, sides)
         if len(labels) > width:
             labels, gone = _thinned(labels, width)
@@ -322,9 +335,9 @@ def _walk(chain: Chain, sides: tuple[_Side[State], ...], width: int | None, know
         )
     bound_ps = Fraction(min(promises), ticks_per_ps)
     if best is None:
-        return Choice(None, Fraction(known_ps or 0), bound_ps)
+        return Choice(None, Fraction(known_ps or 0), bound_ps, num_labels)
     chosen = frozenset(index for index in range(last) if best.away >> index & 1)
-    return Choice(chosen, Fraction(best.outlook, ticks_per_ps), bound_ps)
+    return Choice(chosen, Fraction(best.outlook, ticks_per_ps), bound_ps, num_labels)
 
 
 def _undominated(labels: list[_Label[State]], sides: tuple[_Side[State], ...]) -> list[_Label[State]]:

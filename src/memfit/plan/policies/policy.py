@@ -36,6 +36,8 @@ class Policy:
         summary: one line for people.
         asks_costs: its decisions depend on seconds and workspaces, so that they must be measured before it is run.
         is_lossy: it may choose lossy codecs, with which gradients are not eager's; of others such choices are refused.
+        asks_densities: its decisions depend on how many zeros tensors have, which is then looked up in the data.
+        with_format: the same policy with another format for what it stores; None if it has no such choice.
         fills_device: without a budget it plans for all of the device's memory; others have a rule of their own.
     """
 
@@ -45,3 +47,5 @@ class Policy:
     asks_costs: bool = False
     fills_device: bool = False
     is_lossy: bool = False
+    asks_densities: bool = False
+    with_format: Callable[[str], Policy] | None = None

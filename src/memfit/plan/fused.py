@@ -1,0 +1,110 @@
+"""Backward ops that work on a code as it is, so that nothing is decoded for them.
+
+Only where a kernel does it: its twin in torch would decode the whole tensor after all, which no ledger would know of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from memfit.capture.schemas import named_operands
+from memfit.capture.step import Ghost, Op, Ref, Value
+from memfit.codecs import kernels
+from memfit.codecs.codec import Settings
+from memfit.codecs.registry import LOSSY_NAMES
+
+_WITH_GATE = frozenset({"mask", "sparse", "csr", *LOSSY_NAMES})
+"""Codes that say on which side of a threshold an element was: the bits of a mask, or values."""
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A storage and its code.
+
+    Attributes:
+        value: what was encoded.
+        members: all values that look at its storage.
+        code: the value that is the code.
+    """
+
+    value: Value
+    members: frozenset[int]
+    code: int
+    codec: str
+    settings: Settings
+
+
+def fused(op: Op, coded: Coded, values: Sequence[Value]) -> Op | None:
+    """The op on the code in place of the storage that it reads; None if there is no such form.
+
+    `values` are those of the step and of what has been put into it so far.
+    """
+    name, _, overload = op.target.removeprefix("aten.").partition(".")
+    if coded.codec in _WITH_GATE and name == "threshold_backward":
+        return _threshold_backward(op, coded, values, in_place=overload == "grad_input")
+    if coded.codec == "window" and op.target == "aten.max_pool2d_with_indices_backward.default":
+        return _max_pool_backward(op, coded, values)
+    return None
+
+
+def _threshold_backward(op: Op, coded: Coded, values: Sequence[Value], *, in_place: bool) -> Op | None:
+    """The gradient where the element was above the threshold, else zero."""
+    named = named_operands(op)
+    gradient, gated = named["grad_output"], named["self"]
+    if gradient.value in coded.members or gated.value not in coded.members:
+        return None
+    # Codes are in the order of memory, so the gradient must be laid out as the tensor was.
+    seen, found = values[gated.value], values[gradient.value]
+    if coded.codec != "mask" and not _has_kernel(found, torch.float32):
+        return None
+    if seen.offset != 0 or seen.bytes != coded.value.bytes or not seen.is_dense:
+        return None
+    if (found.shape, found.stride, found.dtype) != (seen.shape, seen.stride, seen.dtype) or found.dtype not in _FLOATS:
+        return None
+    target = "memfit.threshold_backward_" if in_place else "memfit.threshold_backward"
+    args = (gradient, Ref(coded.code), named["threshold"], coded.settings, coded.codec)
+    return replace(op, target=target, args=args, kwargs=())
+
+
+def _max_pool_backward(op: Op, coded: Coded, values: Sequence[Value]) -> Op | None:
+    """The gradient put where each window's slot says: the indices themselves, eight bytes each, are never made."""
+    named = named_operands(op)
+    gradient, pooled = named["grad_output"], named["self"]
+    found, made = values[gradient.value], values[op.made[0]]
+    if (found.shape, found.stride) != (coded.value.shape, coded.value.stride) or gradient.value in coded.members:
+        return None
+    if isinstance(pooled, Ref):
+        seen = values[pooled.value]
+        pooled = Ghost(seen.shape, seen.stride, seen.dtype, seen.device)
+    if (made.shape, made.stride, made.dtype) != (pooled.shape, pooled.stride, found.dtype):
+        return None
+    if not _has_kernel(found, torch.float32, torch.float64) or _order(found) is None or _order(found) != _order(made):
+        return None
+    args = (gradient, Ref(coded.code), pooled, coded.settings, coded.codec)
+    return replace(op, target="memfit.max_pool_backward", args=args, kwargs=())
+
+
+def _has_kernel(value: Value, *dtypes: torch.dtype) -> bool:
+    """True if there are kernels in C for tensors like that."""
+    return value.device == "cpu" and value.dtype in dtypes and kernels.can_run(torch.empty(0))
+
+
+def _order(value: Value) -> str | None:
+    """Which of two orders the elements of an image have in memory; None for another one."""
+    rows = list(range(len(value.shape)))
+    if _is_in_order(value, rows):
+        return "contiguous"
+    return "channels last" if len(rows) == 4 and _is_in_order(value, [0, 2, 3, 1]) else None
+
+
+def _is_in_order(value: Value, order: list[int]) -> bool:
+    expected = 1
+    for dimension in reversed(order):
+        if value.shape[dimension] != 1 and value.stride[dimension] != expected:
+            return False
+        expected *= value.shape[dimension]
+    return True

@@ -1,0 +1,103 @@
+"""Look at the data: what share of each tensor's elements is not zero when the forward half is done with it.
+
+The forward half is run once on the real inputs, everything dropped at its last use, and leaves no trace: what it writes
+of the model's and the caller's is put back, and so is the state of the random generators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memfit.capture.step import Step
+from memfit.codecs.sparse import whole
+from memfit.plan.program import Boundary, Free, Instruction, Program, Run
+from memfit.plan.readings import candidate_of
+from memfit.run.codegen import generate
+from memfit.torch_internals import below_autograd, no_autocast
+
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def measured_densities(
+    step: Step, sources: list[Any], *, opaque: tuple[Any, ...] = (), devices: tuple[str, ...] = ()
+) -> dict[int, float]:
+    """The share of non-zeros by storage, of the floating-point tensors that a codec could store."""
+    wanted = {
+        storage.id
+        for storage in step.storages
+        if not isinstance(candidate := candidate_of(step, storage.id), str) and candidate.value.dtype in _FLOATS
+    }
+    if not wanted:
+        return {}
+    program = _forward_only(step)
+    counter = _Counter(program, wanted)
+    code = generate(program, opaque, observed=True)
+    with _undone(step, sources, opaque, devices), below_autograd(), no_autocast(devices):
+        code.forward({"P": counter}, sources)
+    return counter.densities
+
+
+def _forward_only(step: Step) -> Program:
+    """The forward half, everything it makes freed after its last use there."""
+    instructions: list[Instruction] = []
+    for index in range(step.num_forward):
+        instructions.append(Run(index))
+        instructions += [
+            Free(storage.id)
+            for storage in step.storages
+            if storage.last_forward == index and storage.maker is not None and storage.id not in step.kept
+        ]
+    return Program(step, (*instructions, Boundary()))
+
+
+class _Counter:
+    """Holds each tensor from its making to its last use in the forward half, and counts it then."""
+
+    def __init__(self, program: Program, wanted: Collection[int]) -> None:
+        self._instructions = program.instructions
+        self._wanted = wanted
+        self._last_use = {s.id: s.last_forward for s in program.step.storages if s.id in wanted}
+        self._held: dict[int, torch.Tensor] = {}
+        self.densities: dict[int, float] = {}
+
+    def __call__(self, number: int, made: Mapping[int, torch.Tensor] | None = None) -> None:
+        self._held |= {s: tensor for s, tensor in (made or {}).items() if s in self._wanted}
+        instruction = self._instructions[number]
+        if isinstance(instruction, Run):
+            for storage in [s for s in self._held if self._last_use[s] == instruction.op]:
+                self.densities[storage] = _density(self._held.pop(storage))
+
+
+def _density(tensor: torch.Tensor) -> float:
+    """Of all of the tensor's storage: what was made first may be a view of it."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    patterns = whole(tensor.as_strided((count,), (1,), 0))
+    return int(torch.count_nonzero(patterns)) / max(count, 1)
+
+
+@contextlib.contextmanager
+def _undone(step: Step, sources: list[Any], opaque: Sequence[Any], devices: tuple[str, ...]) -> Iterator[None]:
+    """Put back what the forward half writes of others' tensors, and the random generators."""
+    generators = [torch.default_generator, *(thing for thing in opaque if isinstance(thing, torch.Generator))]
+    for device in (d for d in devices if d != "cpu"):
+        module = torch.get_device_module(device)
+        generators += [module.default_generators[n] for n in range(module.device_count())]
+    states = [(generator, generator.get_state()) for generator in generators]
+    written = {storage for op in step.ops[: step.num_forward] for storage in op.writes}
+    kept = [
+        (tensor, tensor.detach().clone())
+        for source, tensor in zip(step.sources, sources, strict=True)
+        if tensor is not None and step.values[source.value].storage in written
+    ]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        with torch.no_grad():
+            for tensor, before in kept:
+                tensor.detach().copy_(before)
