@@ -88,7 +88,8 @@ def test_accounts_are_in_the_order_that_they_must_be() -> None:
                 found = mode["peak_ratio" if of == "eager" else "peak_ratio_of_keep"]["maps"]
                 assert all(found[a] == row["peak"][of]["maps"][a] / mode["peak"]["maps"][a] >= 1 for a in found)
             packs = any(codec.startswith("sparse") for codec in mode["codes"])
-            assert 0 <= mode["overhead"] <= mode["overhead_packing_slow"] < 1
+            # Below zero where gates read codes, which are smaller than what they read otherwise.
+            assert -0.05 < mode["overhead"] <= mode["overhead_packing_slow"] < 1
             assert (mode["overhead"] < mode["overhead_packing_slow"]) == packs
             assert (mode["paper"] is None) == (mode["mode"] in ("bf16", "int8", "int4"))
             assert sum(mode["codes"].values()) > 0 and (mode["mode"] == "lossless") == (

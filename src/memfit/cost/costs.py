@@ -59,10 +59,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class CodecRate:
-    """How fast a codec reads the tensor it encodes, and writes the tensor it decodes."""
+    """How fast a codec reads the tensor it encodes and writes the tensor it decodes; a call takes `call_s` first."""
 
     encode_bytes_per_s: float
     decode_bytes_per_s: float
+    call_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,9 @@ class Costs:
         rate = self.codecs.get(codec, self.default_codec)
         if op.target == "memfit.encode":
             read = sum(step.values[v].bytes for v in op.reads())
-            return OpCost(picoseconds(read / rate.encode_bytes_per_s))
+            return OpCost(picoseconds(rate.call_s + read / rate.encode_bytes_per_s))
         written = sum(step.values[v].bytes for v in op.made)
-        return OpCost(picoseconds(written / rate.decode_bytes_per_s))
+        return OpCost(picoseconds(rate.call_s + written / rate.decode_bytes_per_s))
 
     def link(self, tier: str) -> Link:
         try:

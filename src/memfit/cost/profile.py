@@ -273,7 +273,7 @@ def _codec_rate(name: str, cache: PriceCache, watch: Stopwatch) -> CodecRate:
     """How fast a codec is on this machine, measured once."""
     encode = cache.figure(f"codec {name} encode_bytes_per_s {_codec_form()}", lambda: watch.codec_bytes_per_s(name)[0])
     decode = cache.figure(f"codec {name} decode_bytes_per_s {_codec_form()}", lambda: watch.codec_bytes_per_s(name)[1])
-    return CodecRate(encode, decode)
+    return CodecRate(encode, decode, cache.figure(f"codec call_s {_codec_form()}", watch.codec_call_s))
 
 
 def _target(op_signature: str) -> str:

@@ -104,6 +104,11 @@ class Stopwatch:
         decode_s = min(_seconds(lambda: chosen.decode(code, like, settings)) for _ in range(3))
         return tensor.nbytes / encode_s, tensor.nbytes / decode_s
 
+    def codec_call_s(self) -> float:
+        """Seconds that a codec takes with next to nothing to do."""
+        chosen, drawn = codec("mask"), sample("mask", 256)
+        return min(_seconds(lambda: chosen.encode(drawn.tensor, drawn.settings)) for _ in range(20))
+
     def handover_s(self) -> float:
         """Seconds to hand one gradient over to autograd: making the node, and going from node to node in backward."""
         parameters = [torch.zeros(16, requires_grad=True) for _ in range(_NUM_LINKS)]

@@ -151,12 +151,18 @@ class Fitted:
         state = autocast_state(devices)
 
         def compile_for(
-            model: nn.Module, call_args: Any, call_kwargs: Any, incoming: Incoming | None, like: Compiled | None = None
+            model: nn.Module,
+            call_args: Any,
+            call_kwargs: Any,
+            incoming: Incoming | None = None,
+            *,
+            inputs: list[torch.Tensor] | None = None,
+            like: Compiled | None = None,
         ) -> Compiled:
             name = type(self.model).__name__
             captured = capture_call(model, call_args, call_kwargs, autocast=state, incoming=incoming, name=name)
             step = rewrite(captured.step, without=self.options.without)
-            sources = find_sources(captured, step, inputs) if like is None else None
+            sources = None if inputs is None else find_sources(captured, step, inputs)
             return self._compile(captured, step, recapture, devices, like, sources)
 
         stand_in_args, stand_in_kwargs = _stand_ins(args, kwargs)
@@ -165,7 +171,8 @@ class Fitted:
             return compile_for(compiled.capture.blueprint, stand_in_args, stand_in_kwargs, incoming, like=compiled)
 
         with self._lock:
-            compiled = compile_for(self.model, args, kwargs, None)
+            # The inputs as an argument: what `recapture` holds on to, it holds for good.
+            compiled = compile_for(self.model, args, kwargs, inputs=inputs)
             self.num_captures += 1
             # Once more: the first forward pass may have decided a setting that was open.
             inputs, skeleton = take_apart((args, kwargs, ()))

@@ -37,13 +37,16 @@ class LiveBytes:
         self._given: set[int] = set()
         self._watches: list[tuple[int, StorageWatch]] = []
         self.entries: dict[int, tuple[int, ...]] = {}
-        seen: set[int] = set()
-        for source, tensor in zip(step.sources, sources, strict=True):
-            storage = step.values[source.value].storage
-            if source.origin is not Origin.TANGENT and tensor is not None and storage not in seen:
-                seen.add(storage)
-                # A caller's tensor may be a view of something larger; the step counts what it was shown.
-                self._watches.append((storage, StorageWatch(tensor, step.storage_bytes[storage])))
+        # Sources are there throughout. A caller's tensor may be a view of something larger; the step counts what it
+        # was shown.
+        given = {
+            step.values[source.value].storage
+            for source, tensor in zip(step.sources, sources, strict=True)
+            if source.origin is not Origin.TANGENT and tensor is not None
+        }
+        self._always = dict.fromkeys(KINDS, 0)
+        for storage in given:
+            self._always[step.storage[storage].kind] += step.storage_bytes[storage]
 
     def __call__(self, number: int, made: Mapping[int, torch.Tensor] | None = None) -> None:
         for storage, tensor in (made or {}).items():
@@ -56,7 +59,7 @@ class LiveBytes:
         elif isinstance(instruction, Free):
             self._given.discard(instruction.storage)
         self._watches = [(s, watch) for s, watch in self._watches if watch.is_alive or s in self._given]
-        total = dict.fromkeys(KINDS, 0)
+        total = dict(self._always)
         for storage, watch in self._watches:
             total[self._step.storage[storage].kind] += watch.num_bytes
         self.entries[number] = tuple(total[kind] for kind in KINDS)

@@ -240,7 +240,8 @@ class _Counted:
 def _packing_slow(costs: Costs) -> Costs:
     """The same prices with several passes for codecs that pack non-zeros."""
     fast = costs.default_codec
-    slow = CodecRate(fast.encode_bytes_per_s / _SLOW_PASSES, fast.decode_bytes_per_s / _SLOW_PASSES)
+    rates = fast.encode_bytes_per_s / _SLOW_PASSES, fast.decode_bytes_per_s / _SLOW_PASSES
+    slow = CodecRate(*rates, _SLOW_PASSES * fast.call_s)
     return replace(costs, codecs={name: slow for name in ALL_NAMES if name.startswith("sparse")})
 
 
