@@ -27,6 +27,7 @@ from memfit.plan.decisions import Encode
 from memfit.plan.planner import plan_step
 from memfit.plan.policies import gist
 from memfit.plan.policies.registry import POLICIES, with_format
+from memfit.plan.program import Free, Run
 
 
 @pytest.fixture
@@ -241,6 +242,29 @@ def test_what_is_used_far_apart_is_decoded_for_each_use(far: bool, least: int) -
     assert_same_as_eager(
         lambda: seeded(lambda: skipped(far)), lambda n: (torch.randn(n, 6),), policy="gist-lossless", batch=64
     )
+
+
+def test_a_gate_beside_values_is_a_code_of_its_own() -> None:
+    """Neither the copy for the weights' gradient nor its code is held while the input's gradient is made."""
+    model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1)))
+    memfit.fit(model, policy="gist-lossless", debug=True)
+    model(torch.randn(2, 3, 40, 40)).sum().backward()
+    planned = model.memfit.planned
+    step, program = planned.program.step, planned.program
+    codes = {step.values[op.made[0]].name: op.made[0] for op in step.ops if op.target == "memfit.encode"}
+    assert set(codes) == {"relu_code", "relu_gate"}
+    sizes = {name: step.values[value].bytes for name, value in codes.items()}
+    assert sizes["relu_gate"] == 2 * 8 * 38 * 38 // 8 < sizes["relu_code"]
+
+    def is_alive(value: int, number: int) -> bool:
+        storage = step.values[value].storage
+        return Free(storage) not in program.instructions[:number]
+
+    targets = [(n, step.ops[i.op]) for n, i in enumerate(program.instructions) if isinstance(i, Run)]
+    of_inputs = next(n for n, op in targets if op.target.startswith("aten.convolution_backward") and op.args[-1][0])
+    (decoded,) = [op.made[0] for _, op in targets if op.target == "memfit.decode"]
+    assert is_alive(codes["relu_gate"], of_inputs)
+    assert not is_alive(codes["relu_code"], of_inputs) and not is_alive(decoded, of_inputs)
 
 
 def test_gates_and_pools_work_on_the_code_itself() -> None:

@@ -53,7 +53,6 @@ class Kernel(enum.IntEnum):
     SPARSE_FLOAT_COUNT = 26
     SPARSE_FLOAT_ENCODE = 27
     SPARSE_FLOAT_DECODE = 28
-    CODE_GATE = 29
 
 
 class _Job(ctypes.Structure):

@@ -7,6 +7,11 @@ one that backward does not read.
 Decoded, a tensor is as large as ever, so it should not live long. Uses that follow one another closely share one copy;
 before a use that is far from the last one it is decoded anew. An op that can work on the code itself (fused.py) needs
 no copy at all.
+
+[Note: a gate beside values]
+A convolution's input is read twice: by the gradient of the weights, whole, and then by ReLU's backward, which asks only
+for its gate. In between the gradient of the input is made. So that neither the copy nor its code is held through that,
+such a storage has two codes: one of values, and a mask for those who ask for the gate alone.
 """
 
 from __future__ import annotations
@@ -22,10 +27,12 @@ from memfit.codecs.registry import LOSSLESS_NAMES, codec
 from memfit.errors import BadOption
 from memfit.plan.decisions import Decision, Decisions, Encode, EncodeThenOffload, Moments, Offload, Recompute
 from memfit.plan.fused import Coded, fused
-from memfit.plan.readings import Candidate, candidate_of, layout
+from memfit.plan.readings import Candidate, Use, candidate_of, layout
 
 _FAR_OPS = 6
 """Uses with more ops than that between them are far apart: a residual block's two ends, not one layer's gradients."""
+
+_MASK = "mask"
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ def encode_step(step: Step, decisions: Decisions) -> Encoded:
             known = step.storage.get(storage)
             size = "" if known is None else f" ({known.bytes:,} bytes, {_maker(step, storage)})"
             raise BadOption(f"storage {storage}{size} cannot be encoded as '{decision.codec}': {why}")
-        code = _Insertion(draft, step, storage, candidate, decision.codec).write()
+        code = _Insertion(draft, step, storage, candidate).write(decision.codec)
         codes[storage] = code.storage
         if isinstance(decision, EncodeThenOffload):
             left[code.storage] = Offload(decision.tier)
@@ -109,43 +116,41 @@ def _maker(step: Step, storage: int) -> str:
 
 
 class _Insertion:
-    """One storage's code on its way into the step."""
+    """One storage's codes on their way into the step."""
 
-    def __init__(self, draft: Draft, step: Step, storage: int, candidate: Candidate, name: str) -> None:
+    def __init__(self, draft: Draft, step: Step, storage: int, candidate: Candidate) -> None:
         self.draft = draft
         self.step = step
         self.known = step.storage[storage]
         self.candidate = candidate
-        self.codec = codec(name)
-        self.settings = self.codec.settings(candidate.readings)
 
-    def write(self) -> Value:
-        """Put the ops in, and let backward read what they make; the code."""
-        value = self.candidate.value
-        size = self.codec.code_bytes(value, self.settings)
-        flat = replace(value, shape=(size,), stride=(1,), offset=0, dtype=torch.uint8)
-        code = self.draft.new_value(flat, f"{value.name}_code")
-        assert self.known.last_forward is not None
-        encoding = self._op("memfit.encode", (Ref(value.id), self.settings, self.codec.name), code, Half.FORWARD)
-        self.draft.insert_before(self.known.last_forward + 1, encoding)
-        for uses in self._near_uses():
-            self._decode_for(uses, code)
+    def write(self, name: str) -> Value:
+        """Put the ops in, and let backward read what they make; the code by the codec of that name."""
+        gated = () if name == _MASK else self.candidate.gated
+        uses = self.candidate.uses
+        code = self._write([use for use in uses if use[0] not in gated], name, "code")
+        if gated:
+            self._write([use for use in uses if use[0] in gated], _MASK, "gate")
         return code
 
-    def _near_uses(self) -> Iterator[list[int]]:
-        """The backward uses in groups: within one, no use is far from the one before."""
-        group: list[int] = []
-        for index in self.candidate.readers:
-            if group and index - group[-1] > _FAR_OPS + 1:
-                yield group
-                group = []
-            group.append(index)
-        yield group
+    def _write(self, uses: list[Use], name: str, what: str) -> Value:
+        """One code, and who reads it."""
+        value, chosen = self.candidate.value, codec(name)
+        settings = chosen.settings([reading for _, readings in uses for reading in readings])
+        size = chosen.code_bytes(value, settings)
+        flat = replace(value, shape=(size,), stride=(1,), offset=0, dtype=torch.uint8)
+        code = self.draft.new_value(flat, f"{value.name}_{what}")
+        assert self.known.last_forward is not None
+        encoding = self._op("memfit.encode", (Ref(value.id), settings, chosen.name), code, Half.FORWARD)
+        self.draft.insert_before(self.known.last_forward + 1, encoding)
+        coded = Coded(value, frozenset(self.known.values), code.id, chosen.name, settings)
+        for near in _near([index for index, _ in uses]):
+            self._decode_for(near, coded)
+        return code
 
-    def _decode_for(self, uses: list[int], code: Value) -> None:
+    def _decode_for(self, uses: list[int], coded: Coded) -> None:
         """Let ops that follow one another read a decoded copy, or the code itself."""
-        value, members = self.candidate.value, frozenset(self.known.values)
-        coded = Coded(value, members, code.id, self.codec.name, self.settings)
+        value = coded.value
         left: list[int] = []
         for index in uses:
             on_code = fused(self._reader(index), coded, self.draft.values)
@@ -157,15 +162,15 @@ class _Insertion:
             return
         fresh = self.draft.new_value(value, f"{value.name}_decoded")
         ghost = Ghost(value.shape, value.stride, value.dtype, value.device)
-        decoding = self._op("memfit.decode", (Ref(code.id), ghost, self.settings, self.codec.name), fresh)
+        decoding = self._op("memfit.decode", (Ref(coded.code), ghost, coded.settings, coded.codec), fresh)
         self.draft.insert_before(left[0], decoding)
-        stands_for = dict.fromkeys(members, fresh.id)
+        stands_for = dict.fromkeys(coded.members, fresh.id)
         for view in (v for v in self.candidate.views if any(v in self._reader(i).reads() for i in left)):
             seen = self.step.values[view]
             again = self.draft.new_view(fresh, seen, f"{seen.name}_decoded")
             layout_args = (Ref(fresh.id), seen.shape, seen.stride, seen.offset)
             self.draft.insert_before(left[0], self._op("memfit.view", layout_args, again))
-            stands_for |= {v: again.id for v in members if layout(self.step.values[v]) == layout(seen)}
+            stands_for |= {v: again.id for v in coded.members if layout(self.step.values[v]) == layout(seen)}
 
         def swap(ref: Ref) -> Ref:
             return Ref(stands_for.get(ref.value, ref.value))
@@ -185,3 +190,14 @@ class _Insertion:
         assert self.known.maker is not None
         maker = self.step.ops[self.known.maker]
         return Op(target, args, (), (output.id,), False, half, maker.path, maker.source)
+
+
+def _near(uses: list[int]) -> Iterator[list[int]]:
+    """Uses in groups: within one, none is far from the one before."""
+    group: list[int] = []
+    for index in uses:
+        if group and index - group[-1] > _FAR_OPS + 1:
+            yield group
+            group = []
+        group.append(index)
+    yield group

@@ -14,10 +14,7 @@ from memfit.capture.schemas import named_operands
 from memfit.capture.step import Ghost, Op, Ref, Value
 from memfit.codecs import kernels
 from memfit.codecs.codec import Settings
-from memfit.codecs.registry import LOSSY_NAMES
 
-_WITH_GATE = frozenset({"mask", "sparse", "csr", *LOSSY_NAMES})
-"""Codes that say on which side of a threshold an element was: the bits of a mask, or values."""
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -44,7 +41,7 @@ def fused(op: Op, coded: Coded, values: Sequence[Value]) -> Op | None:
     `values` are those of the step and of what has been put into it so far.
     """
     name, _, overload = op.target.removeprefix("aten.").partition(".")
-    if coded.codec in _WITH_GATE and name == "threshold_backward":
+    if coded.codec == "mask" and name == "threshold_backward":
         return _threshold_backward(op, coded, values, in_place=overload == "grad_input")
     if coded.codec == "window" and op.target == "aten.max_pool2d_with_indices_backward.default":
         return _max_pool_backward(op, coded, values)
@@ -52,21 +49,19 @@ def fused(op: Op, coded: Coded, values: Sequence[Value]) -> Op | None:
 
 
 def _threshold_backward(op: Op, coded: Coded, values: Sequence[Value], *, in_place: bool) -> Op | None:
-    """The gradient where the element was above the threshold, else zero."""
+    """The gradient where the element was above the threshold, else zero: a bit says which."""
     named = named_operands(op)
     gradient, gated = named["grad_output"], named["self"]
     if gradient.value in coded.members or gated.value not in coded.members:
         return None
     # Codes are in the order of memory, so the gradient must be laid out as the tensor was.
     seen, found = values[gated.value], values[gradient.value]
-    if coded.codec != "mask" and not _has_kernel(found, torch.float32):
-        return None
     if seen.offset != 0 or seen.bytes != coded.value.bytes or not seen.is_dense:
         return None
     if (found.shape, found.stride, found.dtype) != (seen.shape, seen.stride, seen.dtype) or found.dtype not in _FLOATS:
         return None
     target = "memfit.threshold_backward_" if in_place else "memfit.threshold_backward"
-    args = (gradient, Ref(coded.code), named["threshold"], coded.settings, coded.codec)
+    args = (gradient, Ref(coded.code), coded.settings, coded.codec)
     return replace(op, target=target, args=args, kwargs=())
 
 

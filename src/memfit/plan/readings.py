@@ -17,6 +17,8 @@ from memfit.codecs.bounds import bounds_of
 from memfit.codecs.codec import Reading
 from memfit.codecs.pool import pool_of
 
+Use = tuple[int, tuple[Reading, ...]]
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -24,15 +26,28 @@ class Candidate:
 
     Attributes:
         value: a forward value that covers all of the storage: what is encoded, and what decoding gives back.
-        readings: what backward asks of it, one for each operand of each op that reads it.
-        readers: the backward ops that read it, in order; those that only make a view of it are not among them.
+        uses: the backward ops that read it, in order, each with what it asks of it: a reading for each operand that it
+            is and whose bytes matter. Ops that only make a view of it are not among them.
         views: the values that these read with another layout than `value`, to be made from what decoding gives back.
     """
 
     value: Value
-    readings: tuple[Reading, ...]
-    readers: tuple[int, ...]
+    uses: tuple[Use, ...]
     views: tuple[int, ...] = ()
+
+    @property
+    def readings(self) -> tuple[Reading, ...]:
+        """What all uses together ask of it."""
+        return tuple(reading for _, readings in self.uses for reading in readings)
+
+    @property
+    def gated(self) -> tuple[int, ...]:
+        """The ops that ask only for one and the same gate, beside others that ask for more; else none."""
+        gates = {index: {repr(reading.gate) for reading in readings} for index, readings in self.uses if readings}
+        asks_more = [index for index, readings in self.uses if any(r.need is not Need.SIGN for r in readings)]
+        gated = [index for index in gates if index not in asks_more]
+        is_one = len({gate for index in gated for gate in gates[index]}) == 1
+        return tuple(gated) if asks_more and is_one else ()
 
 
 def candidate_of(step: Step, storage: int) -> Candidate | str:
@@ -59,13 +74,15 @@ def candidate_of(step: Step, storage: int) -> Candidate | str:
     views = tuple(v for v in read if layout(step.values[v]) != layout(whole))
     if any(step.values[v].dtype is not whole.dtype for v in views):
         return "backward reads its bytes as another dtype"
-    readings = [reading for index, value in sorted(uses) for reading in _readings(step, index, value, views)]
-    if not readings:
+    by_op: dict[int, list[Reading]] = {index: [] for index, _ in sorted(uses)}
+    for index, value in sorted(uses):
+        by_op[index] += _readings(step, index, value, views)
+    if not any(by_op.values()):
         return "backward reads nothing of it but its shape"
     noise = _dropout_noise(step, storage)
     if noise is not None:
-        readings = [Reading(Need.SIGN, noise)] * len(readings)
-    return Candidate(whole, tuple(readings), tuple(sorted({index for index, _ in uses})), views)
+        by_op = {index: [Reading(Need.SIGN, noise)] * len(readings) for index, readings in by_op.items()}
+    return Candidate(whole, tuple((index, tuple(readings)) for index, readings in by_op.items()), views)
 
 
 def _is_view(step: Step, index: int, storage: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from memfit.codecs import gating, pooling
-from memfit.codecs.codec import PackedCodec
 from memfit.codecs.registry import codec
 
 
@@ -25,24 +24,13 @@ def view(decoded: torch.Tensor, shape: list[int], stride: list[int], offset: int
     return decoded.as_strided(shape, stride, offset)
 
 
-def threshold_backward_(
-    gradient: torch.Tensor, code: torch.Tensor, threshold: float, settings: list[float], name: str
-) -> torch.Tensor:
+def threshold_backward_(gradient: torch.Tensor, code: torch.Tensor, settings: list[float], name: str) -> torch.Tensor:
     """The gradient behind the gate that the code stands for, in its own place."""
-    chosen = codec(name)
-    if isinstance(chosen, PackedCodec):
-        return gating.threshold_backward_by_values(gradient, code, threshold, chosen, tuple(settings), out=gradient)
     return gating.threshold_backward_(gradient, code, tuple(settings))
 
 
-def threshold_backward(
-    gradient: torch.Tensor, code: torch.Tensor, threshold: float, settings: list[float], name: str
-) -> torch.Tensor:
+def threshold_backward(gradient: torch.Tensor, code: torch.Tensor, settings: list[float], name: str) -> torch.Tensor:
     """The same in fresh memory."""
-    chosen = codec(name)
-    if isinstance(chosen, PackedCodec):
-        fresh = torch.empty_like(gradient)
-        return gating.threshold_backward_by_values(gradient, code, threshold, chosen, tuple(settings), out=fresh)
     return gating.threshold_backward(gradient, code, tuple(settings))
 
 

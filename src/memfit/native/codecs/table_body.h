@@ -6,7 +6,6 @@
 #include "integer_body.h"
 #include "sparse_float_body.h"
 #include "window_backward_body.h"
-#include "gate_body.h"
 
 kernel *const NAME(memfit, kernels)[NUM_KERNELS] = {
     [MASK_PACK] = mask_pack,         [MASK_PACK_BOOL] = mask_pack_bool, [MASK_UNPACK] = mask_unpack,
@@ -19,5 +18,5 @@ kernel *const NAME(memfit, kernels)[NUM_KERNELS] = {
     [INT4_ENCODE] = int4_encode,     [INT4_DECODE] = int4_decode,       [NARROW_ENCODE] = narrow_encode,
     [NARROW_DECODE] = narrow_decode, [WINDOW_BACKWARD] = window_backward,
     [SPARSE_FLOAT_COUNT] = sparse_float_count,   [SPARSE_FLOAT_ENCODE] = sparse_float_encode,
-    [SPARSE_FLOAT_DECODE] = sparse_float_decode, [CODE_GATE] = code_gate,
+    [SPARSE_FLOAT_DECODE] = sparse_float_decode,
 };
