@@ -38,6 +38,7 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/evaluator.py
+	$(BIN)/python benchmarks/codecs.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -95,10 +95,9 @@ def test_immediate_reduction_to_fp32_is_the_plain_network_bit_for_bit(network: s
     assert not is_equal(one_step(rounded), plain)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_immediate_fp16_is_a_cast_to_half_and_back(gated: bool) -> None:
+def test_immediate_fp16_is_a_cast_to_half_and_back() -> None:
     x = torch.randn(4, 8, 5, 5, generator=torch.Generator().manual_seed(0))
-    mark = Mark(gated=gated).train()
+    mark = Mark().train()
     mark.format = "fp16"
     x.requires_grad_()
     y = mark(x)
@@ -112,10 +111,9 @@ def test_immediate_fp16_is_a_cast_to_half_and_back(gated: bool) -> None:
     assert torch.equal(mark(x), y)
 
 
-def test_a_gated_map_keeps_its_gate_and_another_need_not() -> None:
-    x = torch.tensor([1e-12, 0.0, 3.0, 1e-30] * 64)
-    assert torch.equal(round_trip(x, "fp16", gated=True) > 0, x > 0)
-    assert torch.equal(round_trip(x, "fp16", gated=False), x.half().float())
+def test_numbers_keep_their_side_of_zero() -> None:
+    x = torch.tensor([1e-12, 0.0, 3.0, -1e-30] * 64)
+    assert torch.equal(round_trip(x, "fp16").sign(), x.sign())
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -127,8 +125,6 @@ def test_what_is_rounded_at_once_is_what_memfit_would_round_later(network: str) 
     rounded = [op for op in encoded if codec(op.args[-1]).is_lossy]
     # At the batch of the study: the policy leaves maps below a few kilobytes alone.
     assert len(rounded) == len(marks(model))
-    # The first setting of a lossy codec is whether gates must stay.
-    assert sum(bool(op.args[1][0]) for op in rounded) == sum(mark.gated for mark in marks(model)) > 0
 
 
 @pytest.mark.parametrize("network", NETWORKS)

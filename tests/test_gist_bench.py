@@ -56,7 +56,10 @@ def test_saved_bytes_reach_their_targets(network: str, lossless: float, fp8: flo
     for name, least in (("lossless", lossless), ("fp8", fp8)):
         saved = mode_of(row, name)["saved"]
         assert eager / (saved["map_bytes"] + saved["reduced_image_bytes"]) >= least
-    assert len(row["figures"]) == 2 and all(figure["met"] for figure in row["figures"])
+    of_lossless, counted, as_run = row["figures"]
+    assert of_lossless["met"] and counted["met"] and "images counted in fp8" in counted["figure"]
+    # Images are the caller's and stay, which is a large part of what two of these networks save.
+    assert as_run["met"] == (network in ("nin", "vgg16")) and "images as they are" in as_run["figure"]
 
 
 def test_lossless_and_lossy_peaks_reach_their_targets() -> None:
@@ -128,7 +131,8 @@ def test_the_table_for_people() -> None:
     assert header.split()[:3] == ["network", "mode", "saved"] and "static peak" in header
     assert [line.split()[:2] for line in lines[:7]] == [["alexnet", mode] for mode in MODES]
     fp8 = lines[MODES.index("fp8")].split()
-    assert "7.7" in fp8 and not any("misses" in line for line in lines)
+    misses = [line for line in lines if "misses" in line]
+    assert "7.7" in fp8 and len(misses) == 1 and "images as they are" in misses[0]
     assert "Assumed zeros: 60% behind ReLU, 40% behind its pools" in lines[8]
 
 

@@ -133,6 +133,11 @@ class StorageWatch:
         return self.is_alive and self._reference.cdata == storage_key(tensor)
 
 
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set what autograd takes for the number of writes to a tensor: for writes that have been undone."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 def next_forward_sequence() -> int:
     """The number autograd will give to the next node; the op now being dispatched belongs to the one before."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ rows are what the kernels' formulas say, but no test of ours has run there.
 - log_sigmoid_backward: what it reads of `self` and of `buffer` depends on the device, which a row cannot see.
 - elu, _prelu_kernel, hardswish, softplus, mish: the derivative, or the weight's gradient, reads the magnitude.
 - fractional_max_pool indices: the windows come from random samples, so a slot cannot be turned back into an index.
-- hardshrink, softshrink: AOTAutograd decomposes them; they reach the graph as comparisons and `where`.
+- hardshrink, softshrink: they compare with a number of their own, which is seldom a plain one.
 - _embedding_bag, _cdist (p = 1), _segment_reduce: some operands are unread, but they are small or rare.
 - cudnn_batch_norm_backward and other CUDA-only ops: no CPU kernel to test a row against.
 """

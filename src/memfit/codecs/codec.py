@@ -33,12 +33,14 @@ class Reading:
         gate: for SIGN the classes it tells apart.
         pool: for WINDOW the geometry of the pooling.
         bounds: for indices the least and the largest that the op accepts.
+        compares: it needs values, but also compares them with a number other than zero.
     """
 
     need: Need
     gate: Gate | None = None
     pool: Pool | None = None
     bounds: tuple[int, int] | None = None
+    compares: bool = False
 
 
 class Codec(Protocol):

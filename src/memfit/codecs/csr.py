@@ -47,7 +47,8 @@ class Csr(CompactedCodec):
     def unpack_twin(self, code: torch.Tensor, like: torch.Tensor, settings: Settings) -> None:
         item_bytes, room = self.numbers(like, settings)
         patterns, num_rows = whole(like), -(-like.numel() // BLOCK)
-        ends = code[room * item_bytes : room * item_bytes + 4 * num_rows].clone().view(torch.int32).to(torch.int64)
+        ends = code[room * item_bytes : room * item_bytes + 4 * num_rows].clone().view(torch.int32)
+        ends = ends.to(torch.int64) & 0xFFFFFFFF
         begins = torch.cat([ends.new_zeros(1), ends])[:-1]
         rows = torch.arange(num_rows, device=like.device).repeat_interleave(ends - begins)
         columns = code[room * item_bytes + 4 * num_rows :][: rows.numel()].to(torch.int64)

@@ -32,6 +32,11 @@ def fallbacks() -> dict[str, Fallbacks]:
         return dict(_counts)
 
 
+def num_fallbacks() -> int:
+    """How many dense copies that were, by all codecs."""
+    return sum(found.num_tensors for found in fallbacks().values())
+
+
 def forget_fallbacks() -> None:
     """Count from zero again."""
     with _lock:
@@ -71,6 +76,12 @@ def is_dense(code: torch.Tensor, like: torch.Tensor) -> bool:
 
 def restore(code: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Fill `like` from its dense copy."""
-    whole = torch.empty(0, dtype=like.dtype, device=code.device).set_(code.untyped_storage(), 0, (like.numel(),), (1,))
-    like.as_strided((like.numel(),), (1,), like.storage_offset()).copy_(whole)
+    like.as_strided((like.numel(),), (1,), like.storage_offset()).copy_(seen(code, like.dtype, (like.numel(),), (1,)))
     return like
+
+
+def seen(
+    code: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...] | torch.Size, stride: tuple[int, ...]
+) -> torch.Tensor:
+    """The dense copy itself, in the layout of what was copied."""
+    return torch.empty(0, dtype=dtype, device=code.device).set_(code.untyped_storage(), 0, tuple(shape), stride)

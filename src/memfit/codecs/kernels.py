@@ -114,6 +114,8 @@ def _triton_kernels(device: torch.device) -> dict[Kernel, Callable[[Any], int]]:
 
 def has_avx2() -> bool:
     """True if the kernels for AVX2 are there and this machine can run them."""
+    if os.environ.get("MEMFIT_NATIVE") == "0":
+        return False
     library = _library()
     return library is not None and bool(library.memfit_codecs_have_avx2())
 

@@ -1,7 +1,7 @@
 """What the lossy codecs share: float32 only, gates stay as they are, a kernel each way.
 
-A number that backward also compares with zero keeps its side: a positive one never becomes zero or negative, and zero
-stays zero. Gates at other numbers, which rounding could cross, are refused.
+A number keeps its side of zero: a positive one never becomes zero or negative, and zero stays zero. Who compares with
+another number, which rounding could cross, is refused.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class LossyCodec(PackedCodec):
         if value.dtype is not torch.float32:
             return f"it is {described(value.dtype)}, and '{self.name}' takes float32"
         for reading in readings:
-            if reading.need is Need.SIGN and not _is_at_zero(reading.gate):
+            if reading.compares or (reading.need is Need.SIGN and not _is_at_zero(reading.gate)):
                 return "backward compares it with a number other than zero, which rounding could cross"
         return self.no_gain(value, readings)
 
     def settings(self, readings: Sequence[Reading]) -> Settings:
-        """1 if backward compares with zero, else 0."""
-        return (int(any(reading.need is Need.SIGN for reading in readings)),)
+        """1: a number keeps its side of zero. With 0, which no plan uses, one too small for the format becomes zero."""
+        return (1,)
 
     def pack(self, tensor: torch.Tensor, code: torch.Tensor, settings: Settings) -> bool:
         numbers = tuple(int(number) for number in settings)

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from memfit.codecs import kernels
+from memfit.codecs import dense, kernels
 from memfit.codecs.codec import Settings
 from memfit.codecs.kernels import Kernel
 from memfit.codecs.pool import Pool
@@ -49,9 +49,12 @@ def max_pool_backward(
 def max_pool_backward_twin(
     gradient: torch.Tensor, code: torch.Tensor, like: torch.Tensor, settings: Settings
 ) -> torch.Tensor:
-    """The same by torch's own backward. It holds the indices meanwhile."""
-    indices = torch.empty_strided(gradient.shape, gradient.stride(), dtype=torch.int64, device=gradient.device)
-    Window().decode(code, indices, settings)
+    """The same by torch's own backward. It holds the indices meanwhile, unless the code is a dense copy of them."""
+    if _is_dense(code, gradient):
+        indices = dense.seen(code, torch.int64, gradient.shape, gradient.stride())
+    else:
+        indices = torch.empty_strided(gradient.shape, gradient.stride(), dtype=torch.int64, device=gradient.device)
+        Window().decode(code, indices, settings)
     pool, ops = _pool(settings), torch.ops.aten
     is_flat = len(pool.input_size) == 2
     if not pool.stride:
@@ -68,6 +71,11 @@ def max_pool_backward_twin(
 @functools.lru_cache(maxsize=256)
 def _pool(settings: Settings) -> Pool:
     return Pool.of_numbers(settings)
+
+
+def _is_dense(code: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """True if the indices were kept as they are, eight bytes for each element of the gradient."""
+    return code.untyped_storage().nbytes() >= 8 * gradient.numel()
 
 
 def _check_shapes(gradient: torch.Tensor, like: torch.Tensor, pool: Pool) -> tuple[int, ...]:

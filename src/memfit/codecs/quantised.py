@@ -2,7 +2,7 @@
 
 A block without negative numbers counts up from zero with all bits; another has a sign, and its step is stored negative.
 So zero is always exact. The random numbers come from no generator's state: that of an element depends on the seed, on
-its place, and on its block's step, which changes from training step to training step. The same tensor always has the
+its place, and on the sum of all bits of its block, which changes whenever a number does. The same tensor always has the
 same code, and torch's own random numbers are left alone. A tensor with infinity or NaN is kept as a dense copy.
 """
 
@@ -44,7 +44,7 @@ def quantise(
     is_signed = (rows.signbit() & (rows.view(torch.int32) << 1 != 0)).any(1, keepdim=True)
     top = torch.where(is_signed, top_signed, top_unsigned)
     step = (rows.abs().amax(1, keepdim=True) / top.to(torch.float32)).clamp(min=_LEAST_STEP)
-    chance = _chances(step, int(seed))
+    chance = _chances(rows, int(seed))
     raised = rows * (1.0 / step) + chance
     codes = raised.floor().to(torch.int32)
     codes = torch.minimum(torch.maximum(codes, -top), top)
@@ -54,11 +54,11 @@ def quantise(
     return codes, torch.where(is_signed, -step, step)
 
 
-def _chances(step: torch.Tensor, seed: int) -> torch.Tensor:
+def _chances(rows: torch.Tensor, seed: int) -> torch.Tensor:
     """A number in [0, 1) for each element of each block, of 24 random bits."""
-    place = torch.arange(step.numel(), device=step.device).unsqueeze(1)
-    key = _stir(_stir(place) ^ seed ^ step.view(torch.int32).to(torch.int64) & 0xFFFFFFFF)
-    lane = torch.arange(BLOCK, device=step.device)
+    place = torch.arange(len(rows), device=rows.device).unsqueeze(1)
+    key = _stir(_stir(place) ^ seed ^ rows.view(torch.int32).sum(1, keepdim=True) & 0xFFFFFFFF)
+    lane = torch.arange(BLOCK, device=rows.device)
     return (_stir(key + lane * 0x9E3779B9) >> 8).to(torch.float32) * 2.0**-24
 
 

@@ -59,11 +59,15 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class CodecRate:
-    """How fast a codec reads the tensor it encodes and writes the tensor it decodes; a call takes `call_s` first."""
+    """How fast a codec reads the tensor it encodes and writes the tensor it decodes; a call takes `call_s` first.
+
+    With `of_traffic` the rates are of all bytes that are read and written, codes and gradients included.
+    """
 
     encode_bytes_per_s: float
     decode_bytes_per_s: float
     call_s: float = 0.0
+    of_traffic: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class Costs:
         notes: assumptions a reader of a report should know, one line each.
         algorithms: ops that can be computed in several ways: for each signature what it costs by each, by name.
         densities: by storage of one step, what share of its elements is not zero; of others that is not known.
+        unforeseen: storages of one step whose tensors were seen to be laid out otherwise than capture says.
         picked: for ops of one step, by number, which of these a policy chose. Others cost what the list says.
     """
 
@@ -95,6 +100,7 @@ class Costs:
     algorithms: Mapping[str, Mapping[str, OpCost]] = field(default_factory=dict)
     picked: Mapping[int, str] = field(default_factory=dict)
     densities: Mapping[int, float] = field(default_factory=dict)
+    unforeseen: frozenset[int] = frozenset()
 
     def of(self, step: Step) -> tuple[OpCost, ...]:
         """The cost of each op of the step, in order."""
@@ -128,16 +134,17 @@ class Costs:
             ) from None
 
     def _of_codec(self, step: Step, op: Op) -> OpCost:
-        """Encoding streams the tensor in, decoding or what works on a code streams it out; the code is small."""
+        """Encoding streams the tensor in; decoding, or what works on a code, streams it out."""
         if op.target == "memfit.view":
             return OpCost(0)
         codec = str(op.args[-1])
         rate = self.codecs.get(codec, self.default_codec)
-        if op.target == "memfit.encode":
-            read = sum(step.values[v].bytes for v in op.reads())
-            return OpCost(picoseconds(rate.call_s + read / rate.encode_bytes_per_s))
-        written = sum(step.values[v].bytes for v in op.made)
-        return OpCost(picoseconds(rate.call_s + written / rate.decode_bytes_per_s))
+        read, written = (sum(step.values[v].bytes for v in values) for values in (op.reads(), op.made))
+        is_encoding = op.target == "memfit.encode"
+        counted = read + written if rate.of_traffic else read if is_encoding else written
+        return OpCost(
+            picoseconds(rate.call_s + counted / (rate.encode_bytes_per_s if is_encoding else rate.decode_bytes_per_s))
+        )
 
     def link(self, tier: str) -> Link:
         try:

@@ -52,7 +52,7 @@ def roofline(step: Step, device: Device, *, workspace: str = FASTEST) -> Costs:
         device=device.name,
         by_signature=prices,
         links=host_links(device),
-        default_codec=CodecRate(device.stream_bytes_per_s, device.stream_bytes_per_s, device.launch_s),
+        default_codec=CodecRate(device.stream_bytes_per_s, device.stream_bytes_per_s, device.launch_s, of_traffic=True),
         memory_bytes=device.memory_bytes,
         source=f"roofline of {device.name}{f', {device.title}' if device.title else ''}, figures: {device.file}",
         notes=(*_notes(device, workspace, convolutions), *_notes_on_kernels(step)),

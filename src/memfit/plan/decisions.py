@@ -59,18 +59,33 @@ class Offload:
 
 
 @dataclass(frozen=True, slots=True)
+class Code:
+    """How a storage was encoded: which of its values, by which codec with which settings, and if for gates alone."""
+
+    value: str
+    codec: str
+    settings: tuple[float, ...]
+    is_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Encode:
-    """Hold it in the codec's form from its last forward use to its first backward use."""
+    """Hold it in the codec's form from its last forward use to its first backward use.
+
+    For another backward half of a step, which finds codes that are made already, `as_in` says how; it has no text form.
+    """
 
     codec: str
+    as_in: tuple[Code, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeThenOffload:
-    """Encode it, and send the code away."""
+    """Encode it, and send the code away; the mask that stands beside values for gates, a bit for each, stays."""
 
     codec: str
     tier: str = "host"
+    as_in: tuple[Code, ...] = ()
 
 
 _TIMED = re.compile(r"[^@]+@\d+,(\d+|-),\d+,\d+")

@@ -21,13 +21,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from memfit.capture.needs import Need
 from memfit.capture.rewrites.draft import Draft
-from memfit.capture.step import Ghost, Half, Op, Ref, Step, Value, map_refs
+from memfit.capture.step import Half, Op, Ref, Step, Value, map_refs
 from memfit.codecs.registry import LOSSLESS_NAMES, codec
 from memfit.errors import BadOption
-from memfit.plan.decisions import Decision, Decisions, Encode, EncodeThenOffload, Moments, Offload, Recompute
-from memfit.plan.fused import Coded, fused
-from memfit.plan.readings import Candidate, Use, candidate_of, layout
+from memfit.plan.decisions import Code, Decision, Decisions, Encode, EncodeThenOffload, Moments, Offload, Recompute
+from memfit.plan.fused import Coded, fused, ghost_of
+from memfit.plan.readings import Candidate, candidate_of, layout
 
 _FAR_OPS = 6
 """Uses with more ops than that between them are far apart: a residual block's two ends, not one layer's gradients."""
@@ -37,11 +38,17 @@ _MASK = "mask"
 
 @dataclass(frozen=True)
 class Encoded:
-    """The step with codes in it, and the decisions that are left for it."""
+    """The step with codes in it, and the decisions that are left for it.
+
+    Attributes:
+        code_of: for each storage that is encoded, that of its code.
+        codes: and how it was encoded.
+    """
 
     step: Step
     decisions: dict[int, Decision]
     code_of: dict[int, int]
+    codes: dict[int, tuple[Code, ...]]
 
 
 def encode_step(step: Step, decisions: Decisions) -> Encoded:
@@ -49,23 +56,49 @@ def encode_step(step: Step, decisions: Decisions) -> Encoded:
     chosen = {s: d for s, d in decisions.items() if isinstance(d, (Encode, EncodeThenOffload))}
     left = {s: d for s, d in decisions.items() if s not in chosen}
     if not chosen:
-        return Encoded(step, left, {})
+        return Encoded(step, left, {}, {})
     draft = Draft(step)
-    codes: dict[int, int] = {}
+    code_of: dict[int, int] = {}
+    codes: dict[int, tuple[Code, ...]] = {}
     for storage, decision in sorted(chosen.items()):
-        candidate = candidate_of(step, storage)
-        why = why_not_encode(step, storage, decision.codec)
-        if why or isinstance(candidate, str):
-            known = step.storage.get(storage)
-            size = "" if known is None else f" ({known.bytes:,} bytes, {_maker(step, storage)})"
-            raise BadOption(f"storage {storage}{size} cannot be encoded as '{decision.codec}': {why}")
-        code = _Insertion(draft, step, storage, candidate).write(decision.codec)
-        codes[storage] = code.storage
+        if decision.as_in and not _is_read(step, storage):
+            continue  # this backward half has no use for what is there
+        candidate = candidate_of(step, storage, decision.as_in[0].value if decision.as_in else None)
+        if isinstance(candidate, str):
+            raise BadOption(_refusal(step, storage, decision.codec, candidate))
+        codes[storage] = decision.as_in or _codes(step, storage, candidate, decision.codec)
+        written = _Insertion(draft, step, storage, candidate).write(codes[storage])
+        code_of[storage] = written.storage
         if isinstance(decision, EncodeThenOffload):
-            left[code.storage] = Offload(decision.tier)
+            left[written.storage] = Offload(decision.tier)
     encoded = draft.close()
     number = draft.renumbered(encoded)
-    return Encoded(encoded, {s: _renumbered(d, number, encoded.num_forward) for s, d in left.items()}, codes)
+    left = {s: _renumbered(d, number, encoded.num_forward) for s, d in left.items()}
+    return Encoded(encoded, left, code_of, codes)
+
+
+def _is_read(step: Step, storage: int) -> bool:
+    return storage in step.storage and step.storage[storage].first_backward is not None
+
+
+def _codes(step: Step, storage: int, candidate: Candidate, name: str) -> tuple[Code, ...]:
+    """By which codes the storage is to be stored; see [Note: a gate beside values]."""
+    chosen = codec(name)
+    why = chosen.why_not(candidate.value, candidate.readings)
+    if why:
+        raise BadOption(_refusal(step, storage, name, why))
+    gated = () if name == _MASK else candidate.gated
+    value = candidate.value.name
+    found = [Code(value, chosen.name, chosen.settings(candidate.readings_of(without=gated)))]
+    if gated:
+        found.append(Code(value, _MASK, codec(_MASK).settings(candidate.readings_of(only=gated)), is_gate=True))
+    return tuple(found)
+
+
+def _refusal(step: Step, storage: int, name: str, why: str) -> str:
+    known = step.storage.get(storage)
+    size = "" if known is None else f" ({known.bytes:,} bytes, {_maker(step, storage)})"
+    return f"storage {storage}{size} cannot be encoded as '{name}': {why}"
 
 
 def _renumbered(decision: Decision, number: list[int], num_forward: int) -> Decision:
@@ -124,29 +157,44 @@ class _Insertion:
         self.known = step.storage[storage]
         self.candidate = candidate
 
-    def write(self, name: str) -> Value:
-        """Put the ops in, and let backward read what they make; the code by the codec of that name."""
-        gated = () if name == _MASK else self.candidate.gated
-        uses = self.candidate.uses
-        code = self._write([use for use in uses if use[0] not in gated], name, "code")
-        if gated:
-            self._write([use for use in uses if use[0] in gated], _MASK, "gate")
-        return code
+    def write(self, codes: tuple[Code, ...]) -> Value:
+        """Put the ops in, and let backward read what they make; the first of the codes."""
+        first, *others = codes
+        by_gate = {repr(code.settings): code for code in others}
+        uses: dict[Code, list[int]] = {code: [] for code in codes}
+        for index, readings in self.candidate.uses:
+            asks_gate = readings and all(reading.need is Need.SIGN for reading in readings)
+            gate = repr(codec(_MASK).settings(readings)) if asks_gate else ""
+            uses[by_gate.get(gate, first)].append(index)
+        written = [self._write(code, uses[code]) for code in codes]
+        return written[0]
 
-    def _write(self, uses: list[Use], name: str, what: str) -> Value:
+    def _write(self, code: Code, uses: list[int]) -> Value:
         """One code, and who reads it."""
-        value, chosen = self.candidate.value, codec(name)
-        settings = chosen.settings([reading for _, readings in uses for reading in readings])
-        size = chosen.code_bytes(value, settings)
+        value, chosen = self.candidate.value, codec(code.codec)
+        self._require_served(code, uses)
+        size = chosen.code_bytes(value, code.settings)
         flat = replace(value, shape=(size,), stride=(1,), offset=0, dtype=torch.uint8)
-        code = self.draft.new_value(flat, f"{value.name}_{what}")
+        made = self.draft.new_value(flat, f"{value.name}_{'gate' if code.is_gate else 'code'}")
         assert self.known.last_forward is not None
-        encoding = self._op("memfit.encode", (Ref(value.id), settings, chosen.name), code, Half.FORWARD)
-        self.draft.insert_before(self.known.last_forward + 1, encoding)
-        coded = Coded(value, frozenset(self.known.values), code.id, chosen.name, settings)
-        for near in _near([index for index, _ in uses]):
+        args = (Ref(value.id), ghost_of(value), code.settings, chosen.name)
+        self.draft.insert_before(self.known.last_forward + 1, self._op("memfit.encode", args, made, Half.FORWARD))
+        coded = Coded(value, frozenset(self.known.values), made.id, chosen.name, code.settings)
+        for near in _near(uses):
             self._decode_for(near, coded)
-        return code
+        return made
+
+    def _require_served(self, code: Code, uses: list[int]) -> None:
+        """Raise if the code does not hold what these ops ask for: another backward half may ask for more."""
+        readings = self.candidate.readings_of(only=tuple(uses))
+        if not readings:
+            return
+        chosen = codec(code.codec)
+        why = chosen.why_not(self.candidate.value, readings)
+        is_other = code.codec in (_MASK, "window") and repr(chosen.settings(readings)) != repr(code.settings)
+        if why or is_other:
+            why = why or "it was encoded for other uses"
+            raise BadOption(_refusal(self.step, self.known.id, code.codec, why))
 
     def _decode_for(self, uses: list[int], coded: Coded) -> None:
         """Let ops that follow one another read a decoded copy, or the code itself."""
@@ -161,8 +209,7 @@ class _Insertion:
         if not left:
             return
         fresh = self.draft.new_value(value, f"{value.name}_decoded")
-        ghost = Ghost(value.shape, value.stride, value.dtype, value.device)
-        decoding = self._op("memfit.decode", (Ref(coded.code), ghost, coded.settings, coded.codec), fresh)
+        decoding = self._op("memfit.decode", (Ref(coded.code), ghost_of(value), coded.settings, coded.codec), fresh)
         self.draft.insert_before(left[0], decoding)
         stands_for = dict.fromkeys(coded.members, fresh.id)
         for view in (v for v in self.candidate.views if any(v in self._reader(i).reads() for i in left)):
@@ -200,4 +247,5 @@ def _near(uses: list[int]) -> Iterator[list[int]]:
             yield group
             group = []
         group.append(index)
-    yield group
+    if group:
+        yield group

@@ -14,6 +14,7 @@ from memfit.capture.schemas import named_operands
 from memfit.capture.step import Ghost, Op, Ref, Value
 from memfit.codecs import kernels
 from memfit.codecs.codec import Settings
+from memfit.codecs.window import is_in_order
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -61,7 +62,7 @@ def _threshold_backward(op: Op, coded: Coded, values: Sequence[Value], *, in_pla
     if (found.shape, found.stride, found.dtype) != (seen.shape, seen.stride, seen.dtype) or found.dtype not in _FLOATS:
         return None
     target = "memfit.threshold_backward_" if in_place else "memfit.threshold_backward"
-    args = (gradient, Ref(coded.code), coded.settings, coded.codec)
+    args = (gradient, Ref(coded.code), ghost_of(seen), coded.settings, coded.codec)
     return replace(op, target=target, args=args, kwargs=())
 
 
@@ -73,14 +74,18 @@ def _max_pool_backward(op: Op, coded: Coded, values: Sequence[Value]) -> Op | No
     if (found.shape, found.stride) != (coded.value.shape, coded.value.stride) or gradient.value in coded.members:
         return None
     if isinstance(pooled, Ref):
-        seen = values[pooled.value]
-        pooled = Ghost(seen.shape, seen.stride, seen.dtype, seen.device)
+        pooled = ghost_of(values[pooled.value])
     if (made.shape, made.stride, made.dtype) != (pooled.shape, pooled.stride, found.dtype):
         return None
     if not _has_kernel(found, torch.float32, torch.float64) or _order(found) is None or _order(found) != _order(made):
         return None
-    args = (gradient, Ref(coded.code), pooled, coded.settings, coded.codec)
+    args = (gradient, Ref(coded.code), ghost_of(coded.value), pooled, coded.settings, coded.codec)
     return replace(op, target="memfit.max_pool_backward", args=args, kwargs=())
+
+
+def ghost_of(value: Value) -> Ghost:
+    """A value's layout without its bytes."""
+    return Ghost(value.shape, value.stride, value.dtype, value.device)
 
 
 def _has_kernel(value: Value, *dtypes: torch.dtype) -> bool:
@@ -90,16 +95,7 @@ def _has_kernel(value: Value, *dtypes: torch.dtype) -> bool:
 
 def _order(value: Value) -> str | None:
     """Which of two orders the elements of an image have in memory; None for another one."""
-    rows = list(range(len(value.shape)))
-    if _is_in_order(value, rows):
+    if is_in_order(value.shape, value.stride, list(range(len(value.shape)))):
         return "contiguous"
-    return "channels last" if len(rows) == 4 and _is_in_order(value, [0, 2, 3, 1]) else None
-
-
-def _is_in_order(value: Value, order: list[int]) -> bool:
-    expected = 1
-    for dimension in reversed(order):
-        if value.shape[dimension] != 1 and value.stride[dimension] != expected:
-            return False
-        expected *= value.shape[dimension]
-    return True
+    is_last = len(value.shape) == 4 and is_in_order(value.shape, value.stride, [0, 2, 3, 1])
+    return "channels last" if is_last else None

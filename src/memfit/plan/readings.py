@@ -5,6 +5,7 @@ The union of all these readings decides which codecs are legal for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,15 @@ from memfit.capture.step import Step, Value
 from memfit.codecs.bounds import bounds_of
 from memfit.codecs.codec import Reading
 from memfit.codecs.pool import pool_of
+
+_COMPARING = tuple(
+    f"aten.{name}"
+    for name in (
+        *("threshold_backward.", "hardtanh_backward.", "hardshrink_backward.", "softshrink_backward."),
+        *("eq.", "ne.", "lt.", "le.", "gt.", "ge."),
+    )
+)
+"""Ops that compare with a tensor, or with a number; where it is a plain one they need SIGN only."""
 
 Use = tuple[int, tuple[Reading, ...]]
 
@@ -40,6 +50,11 @@ class Candidate:
         """What all uses together ask of it."""
         return tuple(reading for _, readings in self.uses for reading in readings)
 
+    def readings_of(self, *, only: tuple[int, ...] | None = None, without: tuple[int, ...] = ()) -> tuple[Reading, ...]:
+        """What some of the uses ask of it, by their ops."""
+        chosen = [rs for index, rs in self.uses if (only is None or index in only) and index not in without]
+        return tuple(reading for readings in chosen for reading in readings)
+
     @property
     def gated(self) -> tuple[int, ...]:
         """The ops that ask only for one and the same gate, beside others that ask for more; else none."""
@@ -50,8 +65,8 @@ class Candidate:
         return tuple(gated) if asks_more and is_one else ()
 
 
-def candidate_of(step: Step, storage: int) -> Candidate | str:
-    """What there is to encode, or the reason that there is nothing."""
+def candidate_of(step: Step, storage: int, value: str | None = None) -> Candidate | str:
+    """What there is to encode, or the reason that there is nothing; `value` names what was encoded already."""
     known = step.storage.get(storage)
     if known is None or known.maker is None or known.maker >= step.num_forward or storage in step.kept:
         return "it is not made by the forward half, or it is handed to the caller"
@@ -68,15 +83,16 @@ def candidate_of(step: Step, storage: int) -> Candidate | str:
     if not uses:
         return "backward does not read it"
     read = sorted({value for _, value in uses})
-    whole = _whole(step, storage, read)
+    whole = next((v for v in map(step.values.__getitem__, known.values) if v.name == value), None)
+    whole = _whole(step, storage, read) if whole is None else whole
     if whole is None:
         return "no single tensor covers all of it"
     views = tuple(v for v in read if layout(step.values[v]) != layout(whole))
     if any(step.values[v].dtype is not whole.dtype for v in views):
         return "backward reads its bytes as another dtype"
     by_op: dict[int, list[Reading]] = {index: [] for index, _ in sorted(uses)}
-    for index, value in sorted(uses):
-        by_op[index] += _readings(step, index, value, views)
+    for index, seen in sorted(uses):
+        by_op[index] += _readings(step, index, seen, views)
     if not any(by_op.values()):
         return "backward reads nothing of it but its shape"
     noise = _dropout_noise(step, storage)
@@ -118,6 +134,8 @@ def _readings(step: Step, index: int, value: int, views: tuple[int, ...]) -> Ite
     for operand, read, need in operand_needs(op, step.values):
         if read == value and need is not Need.SHAPE:  # any bytes will do for that one
             arguments = visible_arguments(op, step.values)
+            if step.values[value].dtype is torch.bool:
+                need = Need.MASK  # its two values are all there is, whatever it is compared with
             if need is Need.WINDOW and value in views:
                 need = Need.VALUE  # slots are counted in the layout that the pool has written
             yield Reading(
@@ -125,6 +143,7 @@ def _readings(step: Step, index: int, value: int, views: tuple[int, ...]) -> Ite
                 gate_of(op.target, operand, arguments) if need is Need.SIGN else None,
                 pool_of(op.target, arguments) if need is Need.WINDOW else None,
                 bounds_of(op.target, operand, arguments),
+                compares=need is Need.VALUE and op.target.startswith(_COMPARING),
             )
 
 
@@ -136,7 +155,8 @@ def _dropout_noise(step: Step, storage: int) -> Gate | None:
     if targets[-2:] != ["aten.bernoulli_.float", "aten.div_.Scalar"] or len(writers[-1].args) != 2:
         return None
     value, divisor = step.values[writers[-1].made[0]], writers[-1].args[1]
-    if value.bytes != known.bytes or not isinstance(divisor, (int, float)) or not divisor > 0:
+    is_whole = all(step.values[op.made[0]].bytes == known.bytes for op in writers[-2:])
+    if not is_whole or not isinstance(divisor, (int, float)) or not divisor > 0:
         return None
     scale = float(torch.ones((), dtype=value.dtype).div_(divisor))
-    return Gate(((0.0, 0.0, 0.0),), otherwise=scale)
+    return Gate(((0.0, 0.0, 0.0),), otherwise=scale) if math.isfinite(scale) else None

@@ -1,7 +1,8 @@
 """What rounding feature maps costs in accuracy: small networks trained on digits in each format, delayed and immediate.
 
 Delayed reduction is memfit's own: forward computes in full precision and backward reads rounded maps. Immediate
-reduction rounds the same maps, by the same codecs, as soon as they are made.
+reduction rounds the same maps to the same format as soon as they are made. Where delayed packs non-zeros, fp8 has its
+scales for 256 elements of which only the non-zeros count; immediate counts them all. The other formats are the same.
 """
 
 from __future__ import annotations

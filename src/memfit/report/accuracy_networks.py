@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from memfit.capture.needs import Need
-from memfit.codecs.codec import Codec, Reading, Settings
+from memfit.codecs.codec import Reading
 from memfit.codecs.registry import codec
-from memfit.codecs.samples import RELU
 from memfit.errors import BadOption
 from memfit.zoo.init import init_convolutions
 
@@ -32,20 +31,18 @@ class Mark(nn.Module):
     """A place where a map is made that backward reads.
 
     Attributes:
-        gated: backward also asks which of its numbers are positive; a codec must then not round these to zero.
         rounds_in_eval: for a test in the precision of immediate training; else eval mode computes in full precision.
     """
 
-    def __init__(self, *, gated: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.gated = gated
         self.format: str | None = None
         self.rounds_in_eval = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.format is None or not (self.training or self.rounds_in_eval):
             return x
-        rounded: Tensor = _StraightThrough.apply(x, self.format, self.gated)
+        rounded: Tensor = _StraightThrough.apply(x, self.format)
         return rounded
 
 
@@ -53,27 +50,21 @@ class _StraightThrough(torch.autograd.Function):
     """What a codec leaves of a tensor; its gradient is passed on as if nothing had been rounded."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, format: str, gated: bool) -> Tensor:
-        return round_trip(x, format, gated=gated)
+    def forward(ctx: Any, x: Tensor, format: str) -> Tensor:
+        return round_trip(x, format)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
-def round_trip(x: Tensor, format: str, *, gated: bool) -> Tensor:
+def round_trip(x: Tensor, format: str) -> Tensor:
     """A copy of `x`, encoded and decoded again."""
     if format == FULL:
         return x.clone()
     chosen = codec(format)
-    settings = _settings(chosen, gated)
+    settings = chosen.settings([Reading(Need.VALUE)])
     return chosen.decode(chosen.encode(x, settings), torch.empty_like(x), settings)
-
-
-def _settings(chosen: Codec, gated: bool) -> Settings:
-    """Those a plan gives the codec of such a map."""
-    readings = [Reading(Need.VALUE), *([Reading(Need.SIGN, RELU)] if gated else [])]
-    return chosen.settings(readings)
 
 
 def digits_alexnet() -> nn.Sequential:
@@ -81,14 +72,14 @@ def digits_alexnet() -> nn.Sequential:
     model = nn.Sequential(
         nn.Conv2d(1, 8, kernel_size=3, padding=1),
         nn.ReLU(inplace=True),
-        Mark(gated=True),
+        Mark(),
         nn.Conv2d(8, 16, kernel_size=3, padding=1),
         nn.ReLU(inplace=True),
         nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
-        Mark(gated=True),
+        Mark(),
         nn.Conv2d(16, 24, kernel_size=3, padding=1),
         nn.ReLU(inplace=True),
-        Mark(gated=True),
+        Mark(),
         nn.Conv2d(24, 24, kernel_size=3, padding=1),
         nn.ReLU(inplace=True),
         nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
@@ -113,14 +104,14 @@ class _Block(nn.Module):
         self.body = nn.Sequential(
             *_conv_norm(channels, width, 3, stride),
             nn.ReLU(inplace=True),
-            Mark(gated=True),
+            Mark(),
             *_conv_norm(width, width, 3, 1),
         )
         is_same = stride == 1 and channels == width
         self.shortcut = nn.Identity() if is_same else nn.Sequential(*_conv_norm(channels, width, 1, stride))
         self.relu = nn.ReLU(inplace=True)
         # Behind the last block is the average, whose backward reads no numbers.
-        self.made = nn.Identity() if is_last else Mark(gated=True)
+        self.made = nn.Identity() if is_last else Mark()
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.body(x)
@@ -140,7 +131,7 @@ def _conv_norm(channels: int, width: int, kernel_size: int, stride: int) -> list
 
 def digits_resnet(*, widths: tuple[int, ...] = (8, 16, 32)) -> nn.Sequential:
     """A ResNet for 8x8: a stem, a block at each of three resolutions, one linear layer."""
-    layers: list[nn.Module] = [*_conv_norm(1, widths[0], 3, 1), nn.ReLU(inplace=True), Mark(gated=True)]
+    layers: list[nn.Module] = [*_conv_norm(1, widths[0], 3, 1), nn.ReLU(inplace=True), Mark()]
     channels = widths[0]
     for index, width in enumerate(widths):
         is_last = index == len(widths) - 1

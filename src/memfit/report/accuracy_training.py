@@ -111,7 +111,7 @@ def train(training: Training, recipe: Recipe) -> Trained:
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.rate_of(training.network), momentum=recipe.momentum)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=recipe.epochs)
     losses, accuracies, first_loss = [], [], math.nan
-    fallbacks_before, start_s = _num_fallbacks(), time.perf_counter()
+    fallbacks_before, start_s = dense.num_fallbacks(), time.perf_counter()
     with _one_thread(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(training.seed)
         orders = batches(recipe.num_train, batch=recipe.batch, seed=training.seed, epochs=recipe.epochs)
@@ -136,7 +136,7 @@ def train(training: Training, recipe: Recipe) -> Trained:
         accuracy_as_trained,
         test_loss,
         num_rounded,
-        _num_fallbacks() - fallbacks_before,
+        dense.num_fallbacks() - fallbacks_before,
         time.perf_counter() - start_s,
     )
 
@@ -195,10 +195,6 @@ def _num_rounded(model: nn.Module, training: Training) -> int:
             "so this training would say nothing about the format"
         )
     return num_rounded
-
-
-def _num_fallbacks() -> int:
-    return sum(found.num_tensors for found in dense.fallbacks().values())
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torch import nn
 from memfit.api import fit, unfit
 from memfit.capture.structure import Branch, Fixed, Leaf, Skeleton, put_together, take_apart
 from memfit.errors import BadOption, MemfitError
+from memfit.plan.encode import lossy_storages
 from memfit.plan.options import Options
 from memfit.report.step_module import Loss, TrainingStep, loss_of
 from memfit.run.fitted import Fitted
@@ -103,6 +104,12 @@ class Arm:
         """What memfit made of this copy; None in the eager arm."""
         return self.model.__dict__.get("memfit")
 
+    @property
+    def loses(self) -> bool:
+        """True if the newest plan stores anything with loss."""
+        plan = None if self.fitted is None else self.fitted.planned.plan
+        return plan is not None and bool(lossy_storages(plan.decisions))
+
     def forget(self) -> None:
         """Drop the gradients and the results of the last step."""
         self.output = self.loss_value = None
@@ -155,7 +162,7 @@ class Arm:
             for ours, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
                 ours.copy_(theirs)
 
-    def made(self, *, gradients: bool = True) -> Named:
+    def made(self) -> Named:
         """What the last step made and changed, in the order it is compared: kind, name, tensor."""
         tensors, skeleton = take_apart(self.output)
         if isinstance(self.model, TrainingStep):
@@ -164,12 +171,11 @@ class Arm:
             for name, value in _named(skeleton, tensors, "output"):
                 yield "output", name, value
             yield "loss", "loss", self.loss_value
-        if gradients:
-            for name, parameter in self.model.named_parameters():
-                yield "gradient", self._own(name), parameter.grad
-            for index, tensor in enumerate(self.inputs):
-                if tensor.requires_grad:
-                    yield "input gradient", f"input {index}", tensor.grad
+        for name, parameter in self.model.named_parameters():
+            yield "gradient", self._own(name), parameter.grad
+        for index, tensor in enumerate(self.inputs):
+            if tensor.requires_grad:
+                yield "input gradient", f"input {index}", tensor.grad
         for name, buffer in self.model.named_buffers():
             yield "buffer", self._own(name), buffer
 

@@ -111,10 +111,6 @@ class Comparison:
         }
 
 
-def _num_fallbacks() -> int:
-    return sum(found.num_tensors for found in dense.fallbacks().values())
-
-
 def lossy_tensors(planned: Planned) -> Iterator[LossyTensor]:
     """The tensors that a plan stores with loss, largest first."""
     assert planned.plan is not None
@@ -151,9 +147,9 @@ def compare_network(
     eager, fitted = both_arms(model, call, seed=seed, options=options)
     del model, call
     progress("capturing")
-    fallbacks_before = _num_fallbacks()
+    fallbacks_before = dense.num_fallbacks()
     times, verdict, capture_s = measure_times(eager, fitted, steps=steps, progress=progress)
-    num_fallbacks = _num_fallbacks() - fallbacks_before
+    num_fallbacks = dense.num_fallbacks() - fallbacks_before
     assert fitted.fitted is not None
     ledger = fitted.fitted.ledger
     lossy = tuple(lossy_tensors(fitted.fitted.planned))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_KINDS = ("gradient", "input gradient")
+GRADIENTS = ("gradient", "input gradient")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class GradientError:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON-able data: JSON knows no NaN and no infinity, so these become strings."""
+        found = asdict(self)
+        return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
 
     @classmethod
     def of(cls, eager: Iterable[tuple[str, str, Any]], fitted: Iterable[tuple[str, str, Any]]) -> GradientError | None:
@@ -43,13 +45,20 @@ class GradientError:
         parts = [
             (name, _Sums.of(ours, theirs))
             for (kind, name, ours), (_, _, theirs) in zip(eager, fitted, strict=True)
-            if kind in _KINDS and isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
+            if kind in GRADIENTS and isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
         ]
         if not parts:
             return None
-        total = _Sums(*(math.fsum(column) for column in zip(*(s.row for _, s in parts), strict=True)))
+        total = _Sums(*(sum(column) for column in zip(*(s.row for _, s in parts), strict=True)))
         name, worst = max(parts, key=lambda part: _rank(part[1].relative_norm))
         return cls(total.cosine, total.relative_norm, name, worst.relative_norm, worst.cosine)
+
+
+def is_broken(eager: Any, fitted: Any) -> bool:
+    """True if the fitted gradient is missing, is one that eager has not, or is not finite where eager's is."""
+    if not isinstance(eager, torch.Tensor) or not isinstance(fitted, torch.Tensor):
+        return type(eager) is not type(fitted)
+    return eager.shape != fitted.shape or (bool(eager.isfinite().all()) and not bool(fitted.isfinite().all()))
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ class _Sums:
 
     @classmethod
     def of(cls, eager: torch.Tensor, fitted: torch.Tensor) -> _Sums:
-        ours, theirs = (t.detach().reshape(-1).to(torch.float64) for t in (eager, fitted))
+        ours, theirs = (_flat(tensor) for tensor in (eager, fitted))
         apart = ours - theirs
         return cls(
             *(float(torch.dot(a, b)) for a, b in ((ours, ours), (theirs, theirs), (ours, theirs), (apart, apart)))
@@ -78,13 +87,23 @@ class _Sums:
         if self.difference == 0:
             return 1.0  # also of two that are zero
         length = math.sqrt(self.eager) * math.sqrt(self.fitted)
+        if not math.isfinite(length):
+            return math.nan
         return min(max(self.product / length, -1.0), 1.0) if length else 0.0
 
     @property
     def relative_norm(self) -> float:
         if self.difference == 0:
             return 0.0
+        if math.isnan(self.difference) or math.isnan(self.eager):
+            return math.nan
         return math.sqrt(self.difference / self.eager) if self.eager else math.inf
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All numbers of a tensor in float64; those of a complex one are two each."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1).to(torch.float64)
 
 
 def _rank(norm: float) -> float:

@@ -15,7 +15,7 @@ from memfit.plan.options import Options
 from memfit.plan.policies.registry import with_format
 from memfit.report.arm import Arm, Named
 from memfit.report.bits import Difference, difference
-from memfit.report.gradient_error import GradientError, worse
+from memfit.report.gradient_error import GRADIENTS, GradientError, is_broken, worse
 from memfit.report.step_module import Loss
 
 
@@ -139,6 +139,7 @@ def compare(
     num_compared = 0
     error: GradientError | None = None
     is_lossy = fitted.options is not None and fitted.options.allow_lossy
+    was_lossy = False
     for step in range(1, steps + 1):
         eager.forget()
         fitted.forget()
@@ -148,8 +149,9 @@ def compare(
             arm.step()
         after_step(step)
         if is_lossy:
+            was_lossy |= fitted.loses
             error = worse(error, GradientError.of(eager.made(), fitted.made()))
-        found = list(_differences(step, eager.made(gradients=not is_lossy), fitted.made(gradients=not is_lossy)))
+        found = list(_differences(step, eager.made(), fitted.made(), lossy=was_lossy))
         eager.update(lr)
         if is_lossy:
             fitted.start_from(eager)
@@ -160,11 +162,11 @@ def compare(
         different = [d for d in found if d is not None]
         if different:
             return Verdict(False, step, num_compared, len(different), different[0], error)
-    return Verdict(not is_lossy, steps, num_compared, gradient_error=error)
+    return Verdict(not was_lossy, steps, num_compared, gradient_error=error if was_lossy else None)
 
 
-def _differences(step: int, eager: Named, fitted: Named) -> Iterator[Difference | None]:
-    """For each pair of tensors how they differ, or None."""
+def _differences(step: int, eager: Named, fitted: Named, *, lossy: bool = False) -> Iterator[Difference | None]:
+    """For each pair of tensors how they differ, or None; of a lossy plan's gradients only if they are broken."""
     nothing = ("", "", None)
     for ours, theirs in itertools.zip_longest(eager, fitted, fillvalue=nothing):
         kind, name, _ = ours if ours is not nothing else theirs
@@ -172,4 +174,8 @@ def _differences(step: int, eager: Named, fitted: Named) -> Iterator[Difference 
             shown = [f"{kind} '{name}'" if kind else "nothing more" for kind, name, _ in (ours, theirs)]
             yield Difference(step, kind, name, f"eager has {shown[0]}, fitted has {shown[1]}")
             return  # what follows is out of step
+        if lossy and kind in GRADIENTS:
+            if is_broken(ours[2], theirs[2]):
+                yield Difference(step, kind, name, "missing, not finite or of another shape, and eager's is not")
+            continue
         yield difference(step, kind, name, ours[2], theirs[2])

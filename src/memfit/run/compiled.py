@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.step import Origin
+from memfit.capture.step import Origin, Step
 from memfit.capture.structure import put_together
 from memfit.capture.trace import Capture, Incoming
 from memfit.errors import UnsupportedUse
@@ -170,7 +170,7 @@ class Compiled:
     def _variant(self, incoming: Incoming) -> _Variant:
         variant: Compiled = self._recapture(incoming)
         ours, theirs = self.program.step, variant.program.step
-        if [op.target for op in ours.ops[: ours.num_forward]] != [op.target for op in theirs.ops[: theirs.num_forward]]:
+        if _forward_targets(ours) != _forward_targets(theirs):
             raise UnsupportedUse(
                 f"{self.path} took another path when captured again for tangents {incoming.tangents}; "
                 "its forward pass is not deterministic"
@@ -219,6 +219,11 @@ class Compiled:
 def _plain(output: torch.Tensor) -> torch.Tensor:
     """The output as a tensor of its own: one that autograd takes for a view could not be written to by the caller."""
     return output.detach() if output._is_view() else output
+
+
+def _forward_targets(step: Step) -> list[str]:
+    """The ops of the forward half but for codecs: of what another backward half does not read, no code is made."""
+    return [op.target for op in step.ops[: step.num_forward] if not op.target.startswith("memfit.")]
 
 
 class _Variant:

@@ -20,13 +20,14 @@ from memfit.cost.costs import free_of_charge
 from memfit.cost.profile import measure
 from memfit.errors import MemfitError
 from memfit.plan.away import most_bytes_away
-from memfit.plan.decisions import Decision
+from memfit.plan.decisions import Decision, Encode, EncodeThenOffload
+from memfit.plan.encode import encode_step
 from memfit.plan.ledger import Ledger
 from memfit.plan.options import Options
 from memfit.plan.planner import Planned, runnable_plan
 from memfit.plan.policies.registry import policy_named
 from memfit.run.compiled import Compiled
-from memfit.run.densities import measured_densities
+from memfit.run.densities import look_at
 from memfit.run.feedback import Feedback, Measured
 from memfit.run.observe import LiveBytes
 from memfit.run.signature import device_types, signature
@@ -206,8 +207,8 @@ class Fitted:
         else:
             costs = free_of_charge(step, tiers=TIERS)
         if policy_named(options.policy).asks_densities and sources is not None:
-            found = measured_densities(step, sources, opaque=captured.opaque, devices=devices)
-            costs = replace(costs, densities=found)
+            looked = look_at(step, sources, opaque=captured.opaque, devices=devices)
+            costs = replace(costs, densities=looked.densities, unforeseen=looked.unforeseen)
         decisions = None if like is None else _decisions_as_in(like, step)
         planned = runnable_plan(
             step,
@@ -255,7 +256,12 @@ def _decisions_as_in(like: Compiled, step: Step) -> dict[int, Decision]:
     """The same decisions for a step whose forward half is the same: storages are known by their first value's name."""
     assert like.planned is not None and like.planned.plan is not None
     plan = like.planned.plan
-    by_name = {plan.step.values[plan.step.storage[s].values[0]].name: d for s, d in plan.decisions.items()}
+    codes = encode_step(plan.step, plan.decisions).codes
+    made = {
+        s: replace(d, as_in=codes[s]) if isinstance(d, Encode | EncodeThenOffload) else d
+        for s, d in plan.decisions.items()
+    }
+    by_name = {plan.step.values[plan.step.storage[s].values[0]].name: d for s, d in made.items()}
     names = {storage.id: step.values[storage.values[0]].name for storage in step.storages}
     return {storage: by_name[name] for storage, name in names.items() if name in by_name}
 

@@ -50,6 +50,8 @@ class LiveBytes:
 
     def __call__(self, number: int, made: Mapping[int, torch.Tensor] | None = None) -> None:
         for storage, tensor in (made or {}).items():
+            if tensor is None:  # a gradient that nobody asked for
+                continue
             if not any(s == storage and watch.watches(tensor) for s, watch in self._watches):  # else taken back
                 self._watches.append((storage, StorageWatch(tensor, self._planned_bytes(storage, tensor))))
         instruction = self._promised.entries[number].instruction

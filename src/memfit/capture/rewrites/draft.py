@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from memfit.capture.step import Op, Ref, Step, Value, map_refs
+from memfit.capture.step import Half, Op, Ref, Step, Value, map_refs
 from memfit.torch_internals import has_effect
 
 
@@ -102,7 +102,9 @@ class Draft:
     def _in_order(self) -> Iterator[tuple[int | None, Op]]:
         """The ops that are left, each with its number in the step taken apart; None for those put in."""
         for index, op in enumerate(self.ops):
-            yield from ((None, put_in) for put_in in self._before.get(index, ()))
+            # Between the halves, what is put into the forward one comes first.
+            put_in = sorted(self._before.get(index, ()), key=lambda new: new.half is Half.BACKWARD)
+            yield from ((None, new) for new in put_in)
             if op is not None:
                 yield index, op
 

@@ -31,7 +31,7 @@ from memfit.cli.benchmarks.gist_figures import (
 from memfit.cli.screen import Screen, mebibytes
 from memfit.cli.target import Target
 from memfit.codecs.registry import ALL_NAMES
-from memfit.cost.costs import CodecRate, Costs
+from memfit.cost.costs import Costs
 from memfit.cost.densities import assumed_densities
 from memfit.cost.devices import device
 from memfit.cost.roofline import roofline
@@ -240,8 +240,12 @@ class _Counted:
 def _packing_slow(costs: Costs) -> Costs:
     """The same prices with several passes for codecs that pack non-zeros."""
     fast = costs.default_codec
-    rates = fast.encode_bytes_per_s / _SLOW_PASSES, fast.decode_bytes_per_s / _SLOW_PASSES
-    slow = CodecRate(*rates, _SLOW_PASSES * fast.call_s)
+    slow = replace(
+        fast,
+        encode_bytes_per_s=fast.encode_bytes_per_s / _SLOW_PASSES,
+        decode_bytes_per_s=fast.decode_bytes_per_s / _SLOW_PASSES,
+        call_s=_SLOW_PASSES * fast.call_s,
+    )
     return replace(costs, codecs={name: slow for name in ALL_NAMES if name.startswith("sparse")})
 
 
@@ -314,7 +318,7 @@ def _legend(found: Mapping[str, Any]) -> tuple[str, ...]:
         "freed at their last use (dynamic), and so without decoded copies; of keep is what the codes do without the",
         f"rewrites. Overhead: beside the keep plan, on {found['device']} by the catalogue, all codecs at memory speed,",
         f"then those that pack non-zeros in {_SLOW_PASSES} passes. Paper: by its own rules; its peak is beside that of",
-        "its own framework.",
+        "its own framework. Max-pool's backward on slots is a kernel for CPUs so far: a GPU would decode them first.",
     )
 
 

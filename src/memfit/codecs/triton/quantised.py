@@ -72,9 +72,15 @@ def _step(largest, top):
 
 
 @triton.jit
-def _codes(bits, step, top, row, lane, seed, KEEPS_GATE: tl.constexpr):
+def _total(bits):
+    """The sum of the bits of each row; what is beyond 32 of them falls away."""
+    return tl.sum(bits.to(tl.int64), axis=1).to(tl.uint32)
+
+
+@triton.jit
+def _codes(bits, total, step, top, row, lane, seed, KEEPS_GATE: tl.constexpr):
     """The signed codes of numbers that stand in rows; `lane` is the place of each in its block."""
-    key = _stir(row.to(tl.uint32)) ^ seed.to(tl.uint32, bitcast=True) ^ step.to(tl.uint32, bitcast=True)
+    key = _stir(row.to(tl.uint32)) ^ seed.to(tl.uint32, bitcast=True) ^ total
     spread = tl.mul(lane.to(tl.uint32), 0x9E3779B9, sanitize_overflow=False)
     drawn = _stir(tl.add(_stir(key)[:, None], spread, sanitize_overflow=False)) >> 8
     chance = drawn.to(tl.float32) * 5.9604644775390625e-08  # 2 ** -24
@@ -101,7 +107,7 @@ def _int8_encode(source, steps, codes, doubts, count, seed, KEEPS_GATE: tl.const
     is_signed = tl.max(((bits < 0) & (size != 0)).to(tl.int32), axis=1) != 0
     top = tl.where(is_signed, 127, 255)
     step = _step(largest, top)
-    code = _codes(bits, step, top, row, lane, seed, KEEPS_GATE)
+    code = _codes(bits, _total(bits), step, top, row, lane, seed, KEEPS_GATE)
     tl.store(codes + place, code.to(tl.uint8), mask=place < count)
     tl.store(steps + row, tl.where(is_signed, -step, step), mask=row * 256 < count)
 
@@ -132,8 +138,9 @@ def _int4_encode(source, steps, codes, doubts, count, seed, KEEPS_GATE: tl.const
     is_signed = tl.max(is_negative.to(tl.int32), axis=1) != 0
     top = tl.where(is_signed, 7, 15)
     step = _step(largest, top)
-    code_low = _codes(bits_low, step, top, row, low, seed, KEEPS_GATE) & 15
-    code_high = tl.where(is_high, _codes(bits_high, step, top, row, high, seed, KEEPS_GATE) & 15, 0)
+    total = tl.add(_total(bits_low), _total(bits_high), sanitize_overflow=False)
+    code_low = _codes(bits_low, total, step, top, row, low, seed, KEEPS_GATE) & 15
+    code_high = tl.where(is_high, _codes(bits_high, total, step, top, row, high, seed, KEEPS_GATE) & 15, 0)
     tl.store(codes + row[:, None] * 128 + low, (code_low | code_high << 4).to(tl.uint8), mask=is_low)
     tl.store(steps + row, tl.where(is_signed, -step, step), mask=row * 256 < count)
 

@@ -3,7 +3,7 @@
  * int8, int4: [step of each block of 256: float32][codes]. A block without negative numbers counts from 0 to 255 (15),
  * another from -127 (-7) to 127 (7), and then its step is stored negative. int4: byte j of a block holds the elements j
  * and j + half, half the number of its bytes. Rounding is up or down at random, in proportion: numbers = (keeps_gate,
- * seed). The random number of an element depends on the seed, its place and the block's step, and on nothing else.
+ * seed). The random number of an element depends on the seed, its place and the sum of the bits of its block.
  * The encoder returns the number of blocks with infinity or NaN.
  * narrow: numbers = (bytes of an element, bytes of a code, least value); the code is the unsigned difference to the
  * least value; the encoder returns how many elements are out of range. */
@@ -22,18 +22,19 @@ static inline __attribute__((always_inline)) float quantise(const struct job *jo
                                                              int64_t place, int32_t top_signed, int32_t top_unsigned,
                                                              int32_t *codes) {
     int32_t keeps_gate = (int32_t)job->numbers[0];
-    uint32_t largest = largest_size(in, count), signs = 0;
+    uint32_t largest = largest_size(in, count), signs = 0, sum = 0;
     if (largest >= 0x7F800000)
         return float_of(0x7FC00000);
     for (int64_t k = 0; k < count; k++) {
         uint32_t bits = load32(in + 4 * k);
         signs |= bits & (uint32_t) - (int32_t)(bits << 1 != 0); /* -0.0 is not negative */
+        sum += bits;
     }
     int32_t is_signed = (int32_t)(signs >> 31), top = is_signed ? top_signed : top_unsigned;
     float step = float_of(largest) / (float)top;
     step = step < 0x1p-126f ? 0x1p-126f : step; /* its inverse must be finite */
     float inverse = 1.0f / step;
-    uint32_t key = stir(stir((uint32_t)place) ^ (uint32_t)job->numbers[1] ^ bits_of(step));
+    uint32_t key = stir(stir((uint32_t)place) ^ (uint32_t)job->numbers[1] ^ sum);
     for (int64_t k = 0; k < count; k++) {
         float x = load_float(in + 4 * k);
         float chance = (float)(int32_t)(stir(key + (uint32_t)k * 0x9E3779B9u) >> 8) * 0x1p-24f;

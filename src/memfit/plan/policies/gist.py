@@ -39,7 +39,7 @@ def _decide(step: Step, costs: Costs, codes: tuple[str, ...], format_: str | Non
     """Encode what has a smaller form by one of these codes, or in this format."""
     found: dict[int, Encode] = {}
     for storage in step.storages:
-        if storage.first_backward is None or storage.bytes < _LEAST_BYTES:
+        if storage.first_backward is None or storage.bytes < _LEAST_BYTES or storage.id in costs.unforeseen:
             continue
         candidate = candidate_of(step, storage.id)
         if isinstance(candidate, str):
@@ -61,6 +61,8 @@ def _smallest(candidate: Candidate, names: list[str]) -> str | None:
         chosen = codec(name)
         if not chosen.why_not(candidate.value, candidate.readings):
             sizes[name] = chosen.code_bytes(candidate.value, chosen.settings(candidate.readings))
+            if candidate.gated and name != "mask":
+                sizes[name] += -(-candidate.value.num_elements // 8)  # a mask beside it, see plan/encode.py
     if not sizes:
         return None
     best = min(sizes, key=lambda name: sizes[name])
@@ -78,9 +80,15 @@ def _with_room(name: str, candidate: Candidate, density: float | None) -> list[s
 
 
 def _may_lose(step: Step, candidate: Candidate) -> bool:
-    """True for feature maps: not for statistics, which are vectors, nor for logarithms, whose error would grow."""
-    maker = step.ops[step.maker_of[candidate.value.id]]
-    return sum(size > 1 for size in candidate.value.shape) >= 2 and maker.target not in _LOGARITHMS
+    """True for feature maps: not for vectors, for statistics or for logarithms, whose error would grow.
+
+    Of an op with several results the first is the map; means, deviations and sums of exponentials come behind it.
+    """
+    known = step.storage[step.values[candidate.value.id].storage]
+    assert known.maker is not None
+    maker = step.ops[known.maker]
+    is_first = maker.outputs[0] is not None and step.values[maker.outputs[0]].storage == known.id
+    return is_first and sum(size > 1 for size in candidate.value.shape) >= 2 and maker.target not in _LOGARITHMS
 
 
 def gist_lossless(code: str) -> Policy:
