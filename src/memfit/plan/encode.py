@@ -61,6 +61,7 @@ def encode_step(step: Step, decisions: Decisions) -> Encoded:
     code_of: dict[int, int] = {}
     codes: dict[int, tuple[Code, ...]] = {}
     for storage, decision in sorted(chosen.items()):
+        codec(decision.codec)  # raises if there is none of that name
         if decision.as_in and not _is_read(step, storage):
             continue  # this backward half has no use for what is there
         candidate = candidate_of(step, storage, decision.as_in[0].value if decision.as_in else None)
