@@ -20,6 +20,7 @@ from memfit.cli.benchmarks.gist_figures import (
     summary_figures,
     summary_references,
 )
+from memfit.cli.main import main
 from memfit.cli.screen import Screen
 
 NO_STEPS = ["--measured-batch", "0"]
@@ -193,3 +194,19 @@ def test_statements_on_all_networks() -> None:
     assert references["peak, no decoded copies, best"]["model"] == pytest.approx(10.0)
     assert references["peak, no decoded copies, best"]["memfit"] == pytest.approx(5.7)
     assert CHOSEN.keys() == set(NETWORKS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--seeds", "2"], "--seeds: without effect but with --accuracy"),
+        (["--accuracy", "--sparsity", "0.5", "--batch", "2"], "--batch, --sparsity: without effect with --accuracy"),
+        (["--accuracy", "--formats", "fp9"], "format 'fp9': the accuracy study has fp32, fp16"),
+        (["--accuracy", "--networks", "vgg16"], "network 'vgg16': the accuracy study has alexnet, resnet"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "gist", *argv]) == 1
+    assert message in capsys.readouterr().err
