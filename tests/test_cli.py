@@ -166,12 +166,6 @@ def test_run(run_json: Run) -> None:
     assert {"peak_ratio", "activation_peak_ratio"} <= found.keys()
 
 
-def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--network", "cli_networks:make", "--threads", "1"]) == 0
-    text = capsys.readouterr().out
-    assert "gradients identical" in text and "peak memory" in text and "time" in text
-
-
 def test_does_not_fit(run_json: Run) -> None:
     for command in ("run", "verify"):
         code, found, err = run_json(command, "cli_networks:make", "--budget", "1KiB")
@@ -217,7 +211,7 @@ def test_wrong_usage_is_an_error_and_not_2(argv: tuple[str, ...], text: str, run
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("memfit ")
-    for argv in (["--help"], *([name, "--help"] for name in ("zoo", "capture", "verify", "run", "demo"))):
+    for argv in (["--help"], *([name, "--help"] for name in ("zoo", "capture", "frontier", "verify", "run", "demo"))):
         assert main(argv) == 0
         assert "usage: memfit" in capsys.readouterr().out
 

@@ -41,21 +41,23 @@ def test_budgets_that_are_none_are_refused_with_an_example(budget: Any) -> None:
 
 
 def test_a_budget_too_small_says_what_is_needed_and_where_the_peak_is() -> None:
-    model = memfit.fit(seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))), budget=10_000)
+    model = memfit.fit(
+        seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))), budget=10_000, policy="keep"
+    )
     with pytest.raises(DoesNotFit) as caught:
         model(torch.randn(8, 64))
     text = str(caught.value)
     assert "policy 'keep' needs" in text and "the budget is 10,000" in text and "Give a budget of at least" in text
     needed = int(text.split("at least ")[1].split(" bytes")[0].replace(",", ""))
-    memfit.fit(model, budget=needed)
+    memfit.fit(model, budget=needed, policy="keep")
     model(torch.randn(8, 64)).sum().backward()
-    memfit.fit(model, budget=needed - 1)
+    memfit.fit(model, budget=needed - 1, policy="keep")
     with pytest.raises(DoesNotFit):
         model(torch.randn(8, 64))
 
 
 def test_a_model_that_does_not_fit_still_trains_eagerly_after_unfit() -> None:
-    model = memfit.fit(net(), budget=100)
+    model = memfit.fit(net(), budget=100, policy="keep")
     state = torch.get_rng_state()
     before = [bits(t) for t in model.state_dict().values()]
     for _ in range(2):
@@ -64,6 +66,27 @@ def test_a_model_that_does_not_fit_still_trains_eagerly_after_unfit() -> None:
     assert [bits(t) for t in model.state_dict().values()] == before
     assert torch.equal(torch.get_rng_state(), state)
     assert train(memfit.unfit(model)) == train(net())
+
+
+def test_with_a_budget_the_default_mixes_all_techniques_and_without_one_nothing_is_done() -> None:
+    assert memfit.fit(net()).memfit.options.policy == "keep"
+    assert memfit.fit(net(), budget="1GiB").memfit.options.policy == "auto"
+    assert memfit.fit(net(), budget="50%").memfit.options.policy == "auto"
+    assert memfit.fit(net(), budget="1GiB", policy="sqrt").memfit.options.policy == "sqrt"
+    assert memfit.fit(net(), policy="auto").memfit.options.policy == "auto"
+
+
+def test_a_format_needs_a_policy_that_has_one() -> None:
+    with pytest.raises(BadOption, match=r"format='fp16': policy 'auto' stores nothing in a format"):
+        memfit.fit(net(), budget="1GiB", format="fp16")
+
+
+def test_strict_without_a_budget_is_refused() -> None:
+    model = net()
+    with pytest.raises(BadOption, match="strict=True: there is no budget that a step could exceed"):
+        memfit.fit(model, strict=True)
+    assert "memfit" not in model.__dict__
+    assert memfit.fit(model, budget="1GiB", strict=True).memfit.options.strict
 
 
 def test_unknown_policies_are_refused_with_the_known_ones() -> None:

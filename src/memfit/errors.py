@@ -21,3 +21,7 @@ class BadOption(MemfitError, ValueError):
 
 class DoesNotFit(MemfitError):
     """The plan needs more bytes than the budget; says where, and the smallest budget known to be enough."""
+
+
+class BudgetExceeded(MemfitError):
+    """A step that was measured to need more than the budget, of a model fitted with strict=True."""

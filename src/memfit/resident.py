@@ -56,7 +56,7 @@ def peak_bytes() -> int:
 def growth_bytes(run: Callable[[], object]) -> int:
     """How far the resident set rises above where it is now while `run` runs."""
     gc.collect()
-    _trim()
+    trim()
     reset_high_water()
     before = _status_bytes("VmRSS")
     run()
@@ -90,7 +90,7 @@ class Stretches:
 
     def __init__(self) -> None:
         gc.collect()
-        _trim()
+        trim()
         self._before = _status_bytes("VmRSS")
         self._known_bytes = 0
         self.peak_bytes = 0
@@ -103,7 +103,8 @@ class Stretches:
         reset_high_water()
 
 
-def _trim() -> None:
+def trim() -> None:
+    """Give the pages that malloc holds in reserve back to the system, so that using them again is growth."""
     # Blocks below the threshold leave holes in the heap; a step that fills them would seem to need nothing.
     getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
 

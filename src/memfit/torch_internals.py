@@ -54,6 +54,7 @@ __all__ = [
     "real_tensors",
     "resolve",
     "saved_tensors_hooks_removed",
+    "set_activation_memory_budget",
     "storage_key",
     "target_of",
     "will_run_in_this_backward",
@@ -272,3 +273,10 @@ def normalised(target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any]
     named.update(zip(argument_names(target), args, strict=False))
     named.update(kwargs)
     return named
+
+
+def set_activation_memory_budget(share: float) -> None:
+    """How much of what backward wants torch.compile may save from now on: 1 is all, 0 recomputes whatever it can."""
+    import torch._functorch.config  # not with the others: it is for comparisons only
+
+    torch._functorch.config.activation_memory_budget = share

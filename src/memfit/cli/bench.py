@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from memfit.cli.benchmarks import checkpoint_search, gist, overlap, vdnn
+from memfit.cli.benchmarks import auto, checkpoint_search, gist, overlap, peers, vdnn
 from memfit.cli.screen import Screen
 from memfit.errors import BadOption
 
-_BENCHMARKS = {"checkpoint-search": checkpoint_search, "vdnn": vdnn, "overlap": overlap, "gist": gist}
+_BENCHMARKS = {
+    "checkpoint-search": checkpoint_search,
+    "vdnn": vdnn,
+    "overlap": overlap,
+    "gist": gist,
+    "peers": peers,
+    "auto": auto,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

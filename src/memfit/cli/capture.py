@@ -35,6 +35,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         image=arguments.image,
         device=arguments.device,
         with_loss=not arguments.no_loss,
+        anew=True,  # its seconds are shown
     )
     step = target.step
     screen.progress("planning")

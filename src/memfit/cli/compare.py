@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         screen.progress(f"capturing {arguments.network}")
         target = Target.capture(arguments.network, batch=arguments.batch, image=arguments.image)
         screen.progress("pricing")
-        costs = pricing.costs(target.rewritten)
+        costs = pricing.costs(target.rewritten, ways=any(policy.asks_ways for policy in chosen))
         keep = plan_step(target.rewritten, costs, optimizer=arguments.optimizer)
         plain = pricing.costs(target.step) if any(policy.decide is None for policy in chosen) else costs
         rows = []

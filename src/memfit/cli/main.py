@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from memfit.cli import bench, capture, compare, demo, devices, plan, run, verify, zoo
+from memfit.cli import bench, capture, compare, demo, devices, frontier, plan, run, verify, zoo
 from memfit.cli.screen import Screen
 from memfit.errors import DoesNotFit, MemfitError
 
@@ -24,10 +24,11 @@ _COMMANDS = {
     "capture": (capture, "show what a training step does and holds, without running it"),
     "plan": (plan, "plan a training step for a device and a budget, without running it"),
     "compare": (compare, "plan a training step by every policy, side by side"),
+    "frontier": (frontier, "show what each budget costs: every exact policy, and what no plan can be better than"),
     "verify": (verify, "compare fitted training steps with eager's, bit for bit"),
     "run": (run, "train both ways; measure exactness, peak and time"),
     "bench": (bench, "compute published tables anew, theirs beside ours"),
-    "demo": (demo, "train one network both ways, in about a minute"),
+    "demo": (demo, "train a network in a process whose memory is limited, where plain PyTorch cannot"),
 }
 _OK, _ERROR, _DOES_NOT_FIT, _INTERRUPTED, _BROKEN_PIPE = 0, 1, 2, 130, 141
 

@@ -11,9 +11,9 @@ import torch
 
 from memfit.cost.roofline import WORKSPACES
 from memfit.plan.budget import OPTIMIZERS, Budget
-from memfit.plan.options import Options
+from memfit.plan.options import Options, policy_or_default
 from memfit.plan.policies.gist import FORMATS, SINGLE_CODES
-from memfit.plan.policies.registry import with_format
+from memfit.plan.policies.registry import POLICIES, with_format
 
 
 def add_network(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
 
 
 def add_fitting(parser: argparse.ArgumentParser, *, steps: int) -> None:
-    parser.add_argument("--policy", default="keep", help="what to do with saved tensors (default: %(default)s)")
+    add_policy(parser)
     add_losses(parser)
     parser.add_argument(
         "--budget",
@@ -47,6 +47,14 @@ def add_fitting(parser: argparse.ArgumentParser, *, steps: int) -> None:
     parser.add_argument("--steps", type=positive, default=steps, metavar="K", help="how many (default: %(default)s)")
     parser.add_argument("--threads", type=positive, metavar="N", help="threads of torch (default: torch's own choice)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and dropout (default: %(default)s)")
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        metavar="P",
+        help=f"what to do with saved tensors: {', '.join(POLICIES)} (default: auto with a budget, else keep)",
+    )
 
 
 def add_losses(parser: argparse.ArgumentParser) -> None:
@@ -93,9 +101,10 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
 
 def fit_options(arguments: argparse.Namespace) -> Options:
     """The options of fit(), checked before anything is built."""
+    budget = Budget.of(arguments.budget)
     return Options(
-        Budget.of(arguments.budget),
-        with_format(arguments.policy, arguments.format),
+        budget,
+        with_format(policy_or_default(arguments.policy, budget), arguments.format),
         frozenset(arguments.without),
         allow_lossy=arguments.allow_lossy,
     )

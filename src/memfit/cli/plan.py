@@ -11,7 +11,7 @@ from typing import Any
 
 from memfit.capture.step import Storage
 from memfit.cli.capture import described, largest_first
-from memfit.cli.options import add_budget, add_losses, add_network, add_planning, num_threads, positive
+from memfit.cli.options import add_budget, add_losses, add_network, add_planning, add_policy, num_threads, positive
 from memfit.cli.screen import Screen, mebibytes, seconds
 from memfit.cli.sketch import sketch
 from memfit.cli.target import Pricing, Target, costs_facts, costs_summary
@@ -19,9 +19,10 @@ from memfit.cost.costs import PS_PER_S
 from memfit.errors import BadOption
 from memfit.plan.budget import Budget
 from memfit.plan.decisions import Keep, Recompute, to_text
+from memfit.plan.options import policy_or_default
 from memfit.plan.planner import Planned, plan_step
 from memfit.plan.policies.network_wide import layer_input_bytes
-from memfit.plan.policies.registry import POLICIES, RUNNABLE, policy_named, require_permission, with_format
+from memfit.plan.policies.registry import RUNNABLE, policy_named, require_permission, with_format
 from memfit.resident import peak_bytes
 
 _OK, _DOES_NOT_FIT = 0, 2
@@ -31,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_network(parser)
     add_budget(parser)
     add_planning(parser)
-    parser.add_argument(
-        "--policy", default="keep", metavar="P", help=f"one of {', '.join(POLICIES)} (default: %(default)s)"
-    )
+    add_policy(parser)
     add_losses(parser)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the plan there, as JSON, if it fits")
     parser.add_argument(
@@ -43,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Exit code 0 if the plan fits, 2 if not: its figures are shown all the same."""
-    policy = policy_named(with_format(arguments.policy, arguments.format))
+    budget = Budget.of(arguments.budget)
+    policy = policy_named(with_format(policy_or_default(arguments.policy, budget), arguments.format))
     require_permission(policy, allow_lossy=arguments.allow_lossy)
     if arguments.allow_lossy and not policy.is_lossy:
         raise BadOption(f"--allow-lossy: policy '{policy.name}' loses nothing. Leave it out")
@@ -52,13 +52,12 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
             f"--save: policy '{policy.name}' is an account to compare with; there is no plan to save. "
             f"Policies that make one: {', '.join(RUNNABLE)}"
         )
-    budget = Budget.of(arguments.budget)
     pricing = Pricing.of(arguments, screen)
     with num_threads(arguments.threads), _saving(arguments.save) as save:
         screen.progress(f"capturing {arguments.network}")
         target = Target.capture(arguments.network, batch=arguments.batch, image=arguments.image)
         step = target.step_for(policy)
-        costs = pricing.costs(step)
+        costs = pricing.costs(step, ways=policy.asks_ways)
         screen.progress("planning")
         planned = plan_step(
             step,
@@ -67,6 +66,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
             budget=budget,
             optimizer=arguments.optimizer,
             allow_lossy=arguments.allow_lossy,
+            progress=lambda text: screen.progress(f"planning: {text}"),
         )
         if arguments.save is not None and planned.plan is not None and planned.fits:
             save(planned.plan.to_json())
@@ -113,6 +113,7 @@ def summary(planned: Planned, target: Target, pricing: Pricing, optimizer: str) 
         "step_s": planned.step_s,
         "keep_step_s": planned.keep.step_s,
         "overhead": planned.overhead,
+        "lower_bound_overhead": planned.lower_bound_overhead,
         "stall_s": 0.0 if timeline is None else timeline.stall_ps / PS_PER_S,
         "plan_s": planned.plan_s,
         "capture_s": target.capture_s,
@@ -129,6 +130,7 @@ def summary(planned: Planned, target: Target, pricing: Pricing, optimizer: str) 
         found |= {
             "smallest_budget_bytes": planned.peak_bytes,
             "obstacle": planned.obstacle,
+            "certificate": planned.certificate or None,
             "error": planned.misfit,
             "kind": "DoesNotFit",
         }
@@ -256,9 +258,10 @@ def budget_facts(planned: Planned) -> Iterator[tuple[str, str]]:
 
 def _step_text(found: dict[str, Any]) -> str:
     stalls = f", of which {seconds(found['stall_s'])} waiting" if found["stall_s"] else ""
-    return (
-        f"{seconds(found['step_s'])}{stalls}; keep {seconds(found['keep_step_s'])}; overhead {found['overhead']:+.1%}"
-    )
+    bound = found["lower_bound_overhead"]
+    proven = "" if bound is None else f", and no plan has less than {bound:+.2%}"
+    step = f"{seconds(found['step_s'])}{stalls}; keep {seconds(found['keep_step_s'])}"
+    return f"{step}; overhead {found['overhead']:{'+.1%' if bound is None else '+.2%'}}{proven}"
 
 
 def _footer(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

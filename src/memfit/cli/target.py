@@ -10,8 +10,10 @@ from typing import Any
 
 from memfit import zoo
 from memfit.capture.rewrites import NAMES, rewrite
-from memfit.capture.rewrites.proof import AssumedProofs
+from memfit.capture.rewrites.proof import PROOFS, AssumedProofs
+from memfit.capture.rewrites.tight import tighten
 from memfit.capture.step import Step
+from memfit.capture.step_cache import StepCache
 from memfit.capture.trace import capture
 from memfit.cli.screen import Screen
 from memfit.cost.costs import Costs
@@ -30,36 +32,66 @@ _MAX_OP_BYTES = 384 << 20
 
 @dataclass(frozen=True)
 class Target:
-    """A network and its training step; `step` is as captured, before any rewrite."""
+    """A network and its training step; `step` is as captured, before any rewrite.
+
+    `capture_s` is how long it took to have the step: `was_kept` says that it was captured before and is from disk.
+    """
 
     network: str
     batch: int | None
     image: int | None
     step: Step
     capture_s: float
+    was_kept: bool = False
 
     @classmethod
     def capture(
-        cls, network: str, *, batch: int | None, image: int | None, device: str = "cpu", with_loss: bool = True
+        cls,
+        network: str,
+        *,
+        batch: int | None,
+        image: int | None,
+        device: str = "cpu",
+        with_loss: bool = True,
+        anew: bool = False,
     ) -> Target:
-        """Capture on the meta device: nothing of the network's size is allocated, whatever its batch."""
-        example = zoo.load(network, batch=batch, image=image, device="meta")
-        if not example.model.training:
-            example.model.train()
-        if ":" not in network:
-            known = zoo.spec(network)
-            batch, image = batch or known.batch, image or known.image
+        """Capture on the meta device: nothing of the network's size is allocated, whatever its batch.
+
+        Steps of the zoo's networks are kept on disk, and taken from there unless they are to be captured `anew`; a
+        network of the user's own always is (see [Note: whose captures are kept] in capture/step_cache.py).
+        """
+
+        took_s = 0.0
+
+        def now() -> Step:
+            nonlocal took_s
+            example = zoo.load(network, batch=batch, image=image, device="meta")
+            if not example.model.training:
+                example.model.train()
+            start_s = time.perf_counter()
+            step = capture(
+                example.model,
+                example.args,
+                example.kwargs,
+                loss=(lambda output, *targets: loss_of(output, example.loss, targets)) if with_loss else None,
+                targets=example.targets if with_loss else (),
+                device=device,
+                name=network,
+            )
+            took_s = time.perf_counter() - start_s
+            return step
+
+        if ":" in network:
+            step = now()
+            return cls(network, batch, image, step, took_s)
+        known = zoo.spec(network)  # first: it refuses what is not in the zoo
+        sizes = batch or known.batch, image or known.image
+        if anew or device != "cpu":  # whether another device can be captured for is asked every time
+            step = now()
+            return cls(network, *sizes, step, took_s)
         start_s = time.perf_counter()
-        step = capture(
-            example.model,
-            example.args,
-            example.kwargs,
-            loss=(lambda output, *targets: loss_of(output, example.loss, targets)) if with_loss else None,
-            targets=example.targets if with_loss else (),
-            device=device,
-            name=network,
-        )
-        return cls(network, batch, image, step, time.perf_counter() - start_s)
+        step, was_kept = StepCache().step(network, {"batch": batch, "image": image, "with_loss": with_loss}, now)
+        return cls(network, *sizes, step, time.perf_counter() - start_s if was_kept else took_s, was_kept)
 
     @cached_property
     def rewritten(self) -> Step:
@@ -101,13 +133,24 @@ class Pricing:
     def name(self) -> str:
         return HERE if self.device is None else self.device.name
 
-    def costs(self, step: Step) -> Costs:
-        """What the step's ops cost; steps priced one after the other share the time there is for measuring."""
+    def costs(self, step: Step, *, ways: bool = False) -> Costs:
+        """What the step's ops cost; steps priced one after the other share the time there is for measuring.
+
+        `ways`: other ways to compute them, and forms of the step that hold less, are priced too.
+        """
+        also = [tighten(step, proofs=AssumedProofs() if self.device is not None else PROOFS)] if ways else []
         if self.device is not None:
-            return roofline(step, self.device, workspace=self.workspace)
+            return roofline(step, self.device, workspace=self.workspace, also=also)
         start_s = time.perf_counter()
         try:
-            return measure(step, cap_s=self._left_s, max_op_bytes=_MAX_OP_BYTES, progress=self._screen.progress)
+            return measure(
+                step,
+                cap_s=self._left_s,
+                max_op_bytes=_MAX_OP_BYTES,
+                progress=self._screen.progress,
+                ways=ways,
+                also=also,
+            )
         finally:
             self._left_s = max(self._left_s - (time.perf_counter() - start_s), 0.0)
 

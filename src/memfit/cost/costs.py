@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from memfit.capture.rerun_form import rerun_form
+from memfit.capture.rewrites.chunks import is_in_chunks
 from memfit.capture.step import Op, Step
 from memfit.cost.signature import signature
 from memfit.errors import MemfitError
@@ -83,10 +84,12 @@ class Costs:
         memory_bytes: what the device has in all; None if that is not known.
         source: where the figures come from, for people.
         notes: assumptions a reader of a report should know, one line each.
-        algorithms: ops that can be computed in several ways: for each signature what it costs by each, by name.
+        algorithms: ops that can be computed in several ways: for each signature what it costs by each, by name. On
+            this machine they are "whole" and "chunks:N" (capture/rewrites/chunks.py), in the catalogue those of cuDNN.
         densities: by storage of one step, what share of its elements is not zero; of others that is not known.
         unforeseen: storages of one step whose tensors were seen to be laid out otherwise than capture says.
-        picked: for ops of one step, by number, which of these a policy chose. Others cost what the list says.
+        picked: for ops of one step, by number, which of these a policy chose. Others cost what the list says. The
+            step that a program runs may have other numbers: see `following`.
     """
 
     device: str
@@ -106,6 +109,10 @@ class Costs:
         """The cost of each op of the step, in order."""
         return tuple(self._of(step, index, op) for index, op in enumerate(step.ops))
 
+    def covers(self, step: Step) -> bool:
+        """True if every op of the step has a price here."""
+        return all(signature(step, op) in self.by_signature for op in priced_calls(step))
+
     def choices(self, step: Step) -> dict[int, Mapping[str, OpCost]]:
         """The ops of the step that can be computed in several ways, by number: what each way costs, by name."""
         keys = ((index, signature(step, op)) for index, op in enumerate(step.ops))
@@ -115,12 +122,24 @@ class Costs:
         """The same prices with these ops computed these ways."""
         return replace(self, picked=dict(picked))
 
+    def following(self, step: Step, lowered: Step) -> Costs:
+        """The same prices for the step that a program of `step` runs: what was picked, by the numbers of ops there.
+
+        Ops that are in chunks there have a price of their own, and codes move the numbers of all that follow.
+        """
+        if not self.picked:
+            return self
+        number = {op.made[0]: index for index, op in enumerate(lowered.ops) if op.made and not is_in_chunks(op)}
+        made = {step.ops[index].made[0]: way for index, way in self.picked.items()}
+        return self.picking({number[value]: way for value, way in made.items() if value in number})
+
     def _of(self, step: Step, index: int, op: Op) -> OpCost:
         if op.target.startswith("memfit."):
             return self._of_codec(step, op)
         try:
             key = signature(step, op)
-            cost = self.algorithms[key][self.picked[index]] if index in self.picked else self.by_signature[key]
+            is_picked = index in self.picked and not is_in_chunks(op)  # else it is written into the step already
+            cost = self.algorithms[key][self.picked[index]] if is_picked else self.by_signature[key]
             if not op.again:
                 return cost
             again = self.by_signature[signature(step, rerun_form(op))]

@@ -1,6 +1,7 @@
 """Measure what a step's ops cost on this machine: each distinct op is run alone, its time here, its workspace apart.
 
     measure(step)                                  a Costs named "here"; what was measured before is not run again
+    measure(step, ways=True)                       and what convolutions cost in chunks (cost/ways.py)
     underestimated(signature, workspace_bytes)     a real run held more: the next measure() knows
 
 Times are taken in this process under its own allocator (see stopwatch.py), workspaces in one that has malloc pinned
@@ -10,16 +11,16 @@ memory is held than one of them needs, and the size of the CPU's cache. After `c
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from memfit.capture.rewrites.proof import PROOFS, Proofs
 from memfit.capture.step import Op, Step
 from memfit.codecs import kernels
 from memfit.codecs.registry import ALL_NAMES as CODECS
@@ -30,12 +31,14 @@ from memfit.cost.operands import Call, CannotRunAlone
 from memfit.cost.price_cache import PriceCache
 from memfit.cost.signature import signature
 from memfit.cost.stopwatch import MALLOC_KEEPS_BYTES, Stopwatch
+from memfit.cost.ways import Ways, measured_alone
 from memfit.cost.workspaces import Workspaces
 from memfit.tiers.spill_file import spill_directory
 
 log = logging.getLogger("memfit")
 
 _SAVE_EVERY_S = 10.0
+_SHARE_OF_OPS = 0.6  # of the time that is given, before ways of ops have their turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,11 @@ def measure(
     *,
     cap_s: float = 60.0,
     max_op_bytes: int | None = None,
+    ways: bool = False,
+    also: Sequence[Step] = (),
     progress: Callable[[str], None] = lambda text: None,
     cache: PriceCache | None = None,
+    proofs: Proofs = PROOFS,
 ) -> Costs:
     """What each op of the step costs on this machine's CPU, at the number of threads torch has now.
 
@@ -74,37 +80,55 @@ def measure(
         step: the step, with its rewrites.
         cap_s: after that many seconds, ops not yet measured are estimated from those that were; Costs.notes says so.
         max_op_bytes: an op with more operands and results than that is not run but estimated; None: all are run.
+        ways: also prove and measure other ways to compute ops, for policies that pick among them (Costs.algorithms).
+        also: other forms of the step (capture/rewrites/tight.py) whose ops are to be in the list too.
         progress: told now and then how far it is.
         cache: where prices are kept; None: this machine's file in memfit's cache folder.
+        proofs: where it is kept which ways give the same bits.
     """
     cache = PriceCache.here() if cache is None else cache
     watch = Stopwatch()
-    distinct = sorted(_distinct(step), key=lambda d: d.work, reverse=True)
+    distinct = sorted(_distinct(step, *also), key=lambda d: d.work, reverse=True)
     measured: dict[str, OpCost] = {}
+    begun = time.perf_counter()
+    workspaces = Workspaces()
+    found = Ways(step, cache, watch, proofs)
+
+    def measure_ops(share: float) -> tuple[str, ...]:
+        end = begun + share * cap_s
+        return _measure_ops(distinct, measured, end, max_op_bytes, progress, cache, watch, workspaces)
+
     try:
         view_ps = picoseconds(cache.figure("view_s", watch.view_s))
         for entry in distinct:
             if entry.call is not None and entry.call.is_view:
                 measured[entry.signature] = OpCost(view_ps)
-        workspace_note = _measure_ops(distinct, measured, cap_s, max_op_bytes, progress, cache, watch)
+        if ways:
+            # Ways of the ops that matter most come before ops that hardly do.
+            measure_ops(_SHARE_OF_OPS)
+            found.measure(measured, begun + cap_s, workspaces, max_op_bytes=max_op_bytes, progress=progress)
+        workspace_note = measure_ops(1.0)
         links, link_notes = _links(cache)
         copy_bytes_per_s = cache.figure("copy_bytes_per_s", watch.copy_bytes_per_s)
         codecs = {name: _codec_rate(name, cache, watch) for name in CODECS}
         prices = _estimate_rest(distinct, measured, cache, copy_bytes_per_s)
         by_signature = _with_handovers(distinct, prices, cache, watch)
+        found.price(by_signature, call_ps=view_ps)
     finally:
+        workspaces.close()
         cache.save()
     num_estimated = sum(cost.is_estimated for cost in prices.values())
     notes = [f"{num_estimated} of {len(prices)} kinds of ops are estimated, not measured"] if num_estimated else []
     return Costs(
         device="here",
-        by_signature=by_signature,
+        by_signature=by_signature | found.by_signature,
         links=links,
         codecs=codecs,
         default_codec=CodecRate(copy_bytes_per_s, copy_bytes_per_s),
         memory_bytes=_memory_bytes(),
         source="each kind of op measured alone on this machine's CPU",
-        notes=(*notes, *workspace_note, *link_notes),
+        notes=(*notes, *workspace_note, *found.notes, *link_notes),
+        algorithms=found.algorithms,
         densities=assumed_densities(step),
     )
 
@@ -116,7 +140,15 @@ def underestimated(op_signature: str, workspace_bytes: int, *, cache: PriceCache
     cache.save()
 
 
-def _distinct(step: Step) -> list[_Distinct]:
+def _distinct(*steps: Step) -> list[_Distinct]:
+    """The signatures of a step and of its other forms, each as in the first that has it."""
+    found: dict[str, _Distinct] = {}
+    for step in steps:
+        found = {entry.signature: entry for entry in _distinct_in(step)} | found
+    return list(found.values())
+
+
+def _distinct_in(step: Step) -> list[_Distinct]:
     """The step's signatures, each with the first of its ops for an example."""
     ops: dict[str, list[Op]] = defaultdict(list)
     for op in priced_calls(step):
@@ -150,11 +182,12 @@ def _handed_over(step: Step, ops: list[Op]) -> tuple[float, float, float]:
 def _measure_ops(
     distinct: list[_Distinct],
     measured: dict[str, OpCost],
-    cap_s: float,
+    end: float,
     max_op_bytes: int | None,
     progress: Callable[[str], None],
     cache: PriceCache,
     watch: Stopwatch,
+    workspaces: Workspaces,
 ) -> tuple[str, ...]:
     """Fill in what the cache knows, run the rest until the time is up; notes on what could not be measured, and why."""
     for entry in distinct:
@@ -167,36 +200,24 @@ def _measure_ops(
         kinds = len(waiting)
         waiting = [d for d in waiting if d.num_bytes <= max_op_bytes]
         notes = (f"{kinds - len(waiting)} kinds of ops need more than {max_op_bytes / 2**20:,.0f} MiB each: not run",)
-    end = time.perf_counter() + cap_s
     saved = time.perf_counter()
-    with contextlib.closing(Workspaces()) as workspaces:
-        for index, entry in enumerate(waiting):
-            if time.perf_counter() >= end:
-                break
-            progress(f"measuring ops: {index + 1} of {len(waiting)}")
-            cost = _measured(entry, workspaces, watch)
-            if cost is None:
-                continue
-            if not workspaces.notes:  # a workspace that is only taken to be 0 must not be believed later
-                cache.add(entry.signature, cost)
-            measured[entry.signature] = replace(
-                cost, workspace_bytes=cache.corrected(entry.signature, cost.workspace_bytes)
-            )
-            if time.perf_counter() > saved + _SAVE_EVERY_S:  # an impatient user's Ctrl-C may also hit a save
-                cache.save()
-                saved = time.perf_counter()
-        return (*notes, *workspaces.notes)
-
-
-def _measured(entry: _Distinct, workspaces: Workspaces, watch: Stopwatch) -> OpCost | None:
-    """The op's cost, or None if it cannot be run alone."""
-    assert entry.call is not None
-    try:
-        workspace_bytes = workspaces.of(entry.call)  # first, because there a crash does no harm
-        return OpCost(picoseconds(watch.op_s(entry.call)), workspace_bytes)
-    except Exception as error:  # a kernel may raise anything on operands it does not like
-        log.info("cannot measure %s: %s", entry.signature, error)
-        return None
+    for index, entry in enumerate(waiting):
+        if time.perf_counter() >= end:
+            break
+        progress(f"measuring ops: {index + 1} of {len(waiting)}")
+        assert entry.call is not None
+        cost = measured_alone(entry.call, entry.signature, workspaces, watch)
+        if cost is None:
+            continue
+        if not workspaces.notes:  # a workspace that is only taken to be 0 must not be believed later
+            cache.add(entry.signature, cost)
+        measured[entry.signature] = replace(
+            cost, workspace_bytes=cache.corrected(entry.signature, cost.workspace_bytes)
+        )
+        if time.perf_counter() > saved + _SAVE_EVERY_S:  # an impatient user's Ctrl-C may also hit a save
+            cache.save()
+            saved = time.perf_counter()
+    return (*notes, *workspaces.notes)
 
 
 def _estimate_rest(

@@ -14,7 +14,7 @@ baseline of VGG-16 at batch 256 comes to 27.3 GB; vDNN reports 28 (tests/test_ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -33,21 +33,24 @@ NONE = "none"
 WORKSPACES = (FASTEST, NONE)
 
 
-def roofline(step: Step, device: Device, *, workspace: str = FASTEST) -> Costs:
-    """Price every op of the step on the device; `workspace` says which algorithm convolutions use."""
+def roofline(step: Step, device: Device, *, workspace: str = FASTEST, also: Sequence[Step] = ()) -> Costs:
+    """Price every op of the step on the device; `workspace` says which algorithm convolutions use.
+
+    `also` are other forms of the step (capture/rewrites/tight.py) whose ops are to be in the list too.
+    """
     if workspace not in WORKSPACES:
         raise BadOption(f"workspace={workspace!r}: unknown. Convolutions have: {', '.join(WORKSPACES)}")
     offered = WORKSPACES if workspace == FASTEST else (workspace,)
     prices: dict[str, OpCost] = {}
     algorithms: dict[str, dict[str, OpCost]] = {}
     convolutions: list[Convolution] = []
-    for op in priced_calls(step):
-        if (key := signature(step, op)) in prices:
+    for form, op in ((each, op) for each in (step, *also) for op in priced_calls(each)):
+        if (key := signature(form, op)) in prices:
             continue
-        prices[key] = _price(step, op, device, workspace)
-        if (convolution := convolution_of(step, op)) is not None:
+        prices[key] = _price(form, op, device, workspace)
+        if (convolution := convolution_of(form, op)) is not None:
             convolutions.append(convolution)
-            algorithms[key] = {choice: _price(step, op, device, choice) for choice in offered}
+            algorithms[key] = {choice: _price(form, op, device, choice) for choice in offered}
     return Costs(
         device=device.name,
         by_signature=prices,

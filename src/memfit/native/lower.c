@@ -1,7 +1,9 @@
 /* plan/lower.py in C.
  *
- * Each pass here is one pass there, under the same name, and does the same in the same order: instructions are equal
- * one for one. Change both together; tests/test_evaluate.py compares them.
+ * Each pass is one pass there, and does the same in the same order: `_recompute` is schedule.c, `_Lives` and
+ * `choose_ways` are lives.c, `_Emitter` is here. Instructions are equal one for one. Change both together;
+ * tests/test_evaluate*.py compare them. Only here a trial ends as soon as it is certain that it is not better than what
+ * it was to beat.
  *
  * Nothing is allocated while evaluating. What Python keeps as a list per position is here one flat array, in the order
  * of the positions, as most positions have no more than one or two entries.
@@ -10,19 +12,6 @@
 #include <string.h>
 
 #include "evaluator.h"
-
-static inline Span list_of(const int32_t *starts, const int32_t *items, int64_t index)
-{
-    return list((Lists){starts, items}, index);
-}
-
-static inline bool contains(Span span, int32_t number)
-{
-    for (const int32_t *s = span.begin; s < span.end; s++)
-        if (*s == number)
-            return true;
-    return false;
-}
 
 /* Insertion sort: the lists are short, and all but a few entries are in order. */
 static void sort(int32_t *begin, int32_t *end)
@@ -34,251 +23,6 @@ static void sort(int32_t *begin, int32_t *end)
         *at = number;
     }
 }
-
-static void fill(int32_t *numbers, int64_t count, int32_t number)
-{
-    for (int64_t i = 0; i < count; i++)
-        numbers[i] = number;
-}
-
-/* --- 1. Re-runs ------------------------------------------------------------------------------------------------- */
-
-static inline bool in_burst(const Evaluator *e, int32_t op)
-{
-    return e->burst[op >> 6] >> (op & 63) & 1;
-}
-
-static inline bool is_whole(const Evaluator *e, int32_t storage)
-{
-    Span writers = list(e->problem.writers, storage);
-    for (const int32_t *w = writers.begin; w < writers.end; w++)
-        if (!in_burst(e, *w))
-            return false;
-    return true;
-}
-
-static inline int32_t push_missing(Evaluator *e, Span storages, int32_t depth)
-{
-    for (const int32_t *s = storages.begin; s < storages.end; s++)
-        if (e->missing[*s] == MISSING) {
-            e->missing[*s] = WANTED; /* on the stack at most once, and made by this burst: never wanted again */
-            e->stack[depth++] = *s;
-        }
-    return depth;
-}
-
-static void append(Evaluator *e, int32_t op, bool again)
-{
-    e->ops[e->length] = op;
-    e->again[e->length] = again;
-    e->remade_starts[++e->length] = e->num_remade;
-}
-
-/* Put the ops of the burst into the schedule, ascending. */
-static void append_burst(Evaluator *e, int32_t first_word, int32_t last_word)
-{
-    for (int32_t word = first_word; word <= last_word; word++)
-        for (uint64_t bits = e->burst[word]; bits; bits &= bits - 1) {
-            int32_t again = word * 64 + __builtin_ctzll(bits);
-            Span makes = list(e->problem.rerun_makes, again);
-            for (const int32_t *s = makes.begin; s < makes.end; s++)
-                if (e->missing[*s] != HERE && is_whole(e, *s)) {
-                    e->remade[e->num_remade++] = *s; /* lives on, asked for or not */
-                    e->missing[*s] = HERE;
-                }
-            append(e, again, true);
-        }
-    memset(e->burst + first_word, 0, (size_t)(last_word - first_word + 1) * sizeof *e->burst);
-}
-
-static void recompute(Evaluator *e)
-{
-    const Problem *p = &e->problem;
-    for (int64_t s = 0; s < p->num_storages; s++)
-        e->missing[s] = e->states[s] == DROP && p->is_recomputable[s] ? MISSING : HERE;
-    e->length = (int32_t)p->num_forward;
-    e->num_remade = 0;
-    for (int32_t op = e->length; op < p->num_ops; op++) {
-        int32_t first_word = INT32_MAX, last_word = -1;
-        int32_t depth = push_missing(e, list(p->touches, op), 0);
-        while (depth) {
-            Span writers = list(p->writers, e->stack[--depth]);
-            for (const int32_t *w = writers.begin; w < writers.end; w++) {
-                if (in_burst(e, *w))
-                    continue;
-                int32_t word = *w >> 6;
-                e->burst[word] |= (uint64_t)1 << (*w & 63);
-                first_word = word < first_word ? word : first_word;
-                last_word = word > last_word ? word : last_word;
-                depth = push_missing(e, list(p->rerun_touches, *w), depth);
-            }
-        }
-        if (last_word >= 0)
-            append_burst(e, first_word, last_word);
-        e->position[op] = e->length;
-        append(e, op, false);
-    }
-}
-
-/* --- 2. Lives --------------------------------------------------------------------------------------------------- */
-
-static inline Span remade_at(const Evaluator *e, int32_t k)
-{
-    return list_of(e->remade_starts, e->remade, k);
-}
-
-/* What the op at this position uses, apart from what it remakes. */
-static inline Span touched_at(const Evaluator *e, int32_t k)
-{
-    return list(e->again[k] ? e->problem.rerun_touches : e->problem.touches, e->ops[k]);
-}
-
-/* Find the earliest position for each gradient: whole, in eager's order, its source not read any more. */
-static void lives_give(Evaluator *e)
-{
-    const Problem *p = &e->problem;
-    fill(e->last_touch, p->num_storages, -1);
-    fill(e->given_at, p->num_storages, -1);
-    for (int32_t k = 0; k < e->length; k++) {
-        Span touched = list(e->again[k] ? p->rerun_source_touches : p->source_touches, e->ops[k]);
-        for (const int32_t *s = touched.begin; s < touched.end; s++)
-            e->last_touch[*s] = k;
-    }
-    int32_t earliest = (int32_t)p->num_forward;
-    for (int64_t index = 0; index < p->num_handings; index++) {
-        int32_t ready_op = p->handing_ready_ops[index], source = p->handing_source_storages[index];
-        if (ready_op >= 0 && earliest < e->position[ready_op] + 1)
-            earliest = e->position[ready_op] + 1;
-        if (source >= 0 && earliest < e->last_touch[source] + 1)
-            earliest = e->last_touch[source] + 1; /* a hook on the finished gradient may write to the parameter */
-        if (index == p->num_handings - 1)
-            earliest = e->length; /* what is left is there for its effects, and runs before backward is over */
-        e->gives_at[index] = earliest;
-        e->given_at[p->handing_storages[index]] = earliest;
-    }
-}
-
-/* Into the chain of its position, ascending. The walk goes back in time, so it mostly goes in front. */
-static void free_before(Evaluator *e, int32_t position, int32_t storage)
-{
-    int32_t *link = &e->frees_before_head[position];
-    while (*link >= 0 && *link < storage)
-        link = &e->frees_before_next[*link];
-    e->frees_before_next[storage] = *link;
-    *link = storage;
-}
-
-/* What is met for the first time in one of its lives ends here. Goes down, as the lists are filled from the back. */
-static void end_lives(Evaluator *e, Span storages, int32_t k, int32_t *frees_start, int32_t *sends_start)
-{
-    const Problem *p = &e->problem;
-    for (const int32_t *s = storages.end; s-- > storages.begin;) {
-        int32_t storage = *s;
-        if (e->states[storage] >= AWAY) {
-            if (k >= p->num_forward) {
-                e->first_use[storage] = k;
-            } else if (e->first_use[storage] >= 0) {
-                e->sends[--*sends_start] = storage;
-                e->fetched_at[storage] = e->first_use[storage];
-                e->first_use[storage] = -1;
-                e->in_use[storage] = true; /* it ends here, by being sent */
-                e->num_sent++;
-            }
-        }
-        if (e->in_use[storage])
-            continue;
-        e->in_use[storage] = true;
-        if (e->given_at[storage] > k)
-            free_before(e, e->given_at[storage], storage);
-        else
-            e->frees[--*frees_start] = storage;
-    }
-}
-
-/* Walk back in time. */
-static void lives_end(Evaluator *e)
-{
-    const Problem *p = &e->problem;
-    memset(e->in_use, 0, (size_t)p->num_storages);
-    fill(e->first_use, p->num_storages, -1);
-    fill(e->fetched_at, p->num_storages, -1);
-    fill(e->frees_before_head, e->length + 1, -1);
-    e->num_sent = 0;
-    int32_t frees_start = (int32_t)(2 * p->num_storages), sends_start = (int32_t)p->num_storages;
-    e->frees_starts[e->length] = frees_start;
-    e->sends_starts[p->num_forward] = sends_start;
-    for (int32_t k = e->length; k-- > 0;) {
-        Span remade = remade_at(e, k);
-        end_lives(e, remade, k, &frees_start, &sends_start);
-        end_lives(e, touched_at(e, k), k, &frees_start, &sends_start);
-        e->frees_starts[k] = frees_start;
-        if (k < p->num_forward)
-            e->sends_starts[k] = sends_start;
-        for (const int32_t *s = remade.begin; s < remade.end; s++)
-            e->in_use[*s] = false;
-    }
-}
-
-/* What is fetched for an op is among what it uses, and in the same order. */
-static void list_fetched(Evaluator *e)
-{
-    int32_t count = 0;
-    e->fetched_starts[e->problem.num_forward] = 0;
-    for (int32_t k = (int32_t)e->problem.num_forward; k < e->length; k++) {
-        if (count < e->num_sent) {
-            Span touched = touched_at(e, k);
-            for (const int32_t *s = touched.begin; s < touched.end; s++)
-                if (e->fetched_at[*s] == k)
-                    e->fetched[count++] = *s;
-        }
-        e->fetched_starts[k + 1] = count;
-    }
-}
-
-static inline int64_t bytes_of(const Evaluator *e, Span storages)
-{
-    int64_t sum = 0;
-    for (const int32_t *s = storages.begin; s < storages.end; s++)
-        sum += e->problem.storage_bytes[*s];
-    return sum;
-}
-
-static inline Span fetched_for(const Evaluator *e, int32_t k)
-{
-    return list_of(e->fetched_starts, e->fetched, k);
-}
-
-/* Add up the bytes at every op. */
-static void lives_count(Evaluator *e)
-{
-    const Problem *p = &e->problem;
-    int64_t live = 0;
-    for (int64_t s = 0; s < p->num_storages; s++)
-        live += p->is_present[s] ? p->storage_bytes[s] : 0;
-    for (int32_t k = 0; k < e->length; k++) {
-        int32_t op = e->ops[k];
-        int64_t made_bytes = bytes_of(e, list(e->again[k] ? p->rerun_makes : p->makes, op)), discarded_bytes = 0;
-        if (k == p->num_forward)
-            live += bytes_of(e, (Span){p->tangents, p->tangents + p->num_tangents});
-        if (k >= p->num_forward) {
-            for (int32_t s = e->frees_before_head[k]; s >= 0; s = e->frees_before_next[s])
-                live -= p->storage_bytes[s];
-            live += bytes_of(e, fetched_for(e, k));
-        }
-        if (e->again[k]) {
-            int64_t remade_bytes = bytes_of(e, remade_at(e, k));
-            discarded_bytes = made_bytes - remade_bytes;
-            made_bytes = remade_bytes;
-        }
-        live += made_bytes;
-        e->needs[k] = live + discarded_bytes + p->workspace_bytes[op];
-        live -= bytes_of(e, list_of(e->frees_starts, e->frees, k));
-        if (k < p->num_forward)
-            live -= bytes_of(e, list_of(e->sends_starts, e->sends, k));
-    }
-}
-
-/* --- 3. Instructions -------------------------------------------------------------------------------------------- */
 
 static inline void emit(Evaluator *e, int32_t kind, int32_t number, int32_t tier)
 {
@@ -374,7 +118,7 @@ static void emit_forward(Evaluator *e)
         for (int32_t i = 0; i < count; i++)
             emit(e, SEND_WAIT, e->released[i], 0);
         emit(e, RUN, k, 0);
-        e->clock_ps += p->op_ps[k];
+        e->clock_ps += e->op_ps[k];
         Span makes = list(p->makes, k);
         for (const int32_t *s = makes.begin; s < makes.end; s++)
             e->is_here[*s] = true;
@@ -410,7 +154,7 @@ static void plan_fetches(Evaluator *e)
         int32_t count = release(e, e->needs[k]);
         for (int32_t i = 0; i < count; i++)
             start_first(e, k + 1, e->released[i]);
-        e->clock_ps += (e->again[k] ? p->rerun_ps : p->op_ps)[e->ops[k]];
+        e->clock_ps += (e->again[k] ? e->rerun_ps : e->op_ps)[e->ops[k]];
         Span fetched = fetched_for(e, k);
         for (const int32_t *s = fetched.end; s-- > fetched.begin;) {
             int32_t tier = tier_of(e, *s);
@@ -470,18 +214,31 @@ static void emit_backward(Evaluator *e)
     }
 }
 
-void memfit_lower(Evaluator *e)
+/* When all sends have ended: compute waits for them at the boundary. */
+static int64_t forward_end_ps(const Evaluator *e)
+{
+    int64_t end_ps = e->clock_ps;
+    for (int64_t channel = 0; channel < e->problem.num_channels; channel++)
+        end_ps = end_ps < e->free_ps[channel] ? e->free_ps[channel] : end_ps;
+    return end_ps;
+}
+
+int64_t memfit_lower(Evaluator *e)
 {
     const Problem *p = &e->problem;
-    recompute(e);
-    lives_give(e);
-    lives_end(e);
-    list_fetched(e);
-    lives_count(e);
+    int64_t verdict = memfit_schedule(e);
+    if (verdict == EVALUATED)
+        verdict = memfit_lives(e);
+    if (verdict != EVALUATED)
+        return verdict;
     memcpy(e->is_here, p->is_present, (size_t)p->num_storages);
     e->num_instructions = 0;
     emit_forward(e);
+    if (!may_improve(e, violation(e->max_excess_bytes, e->sum_excess_bytes),
+                     forward_end_ps(e) + e->compute_ps - e->forward_ps))
+        return NOT_BETTER;
     emit(e, BOUNDARY, 0, 0);
     plan_fetches(e);
     emit_backward(e);
+    return EVALUATED;
 }

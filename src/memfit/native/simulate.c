@@ -59,20 +59,18 @@ static inline void exceed(const Evaluator *e, int64_t total, Outcome *outcome)
 void memfit_simulate(Evaluator *e, Outcome *outcome)
 {
     const Problem *p = &e->problem;
-    int64_t live = 0;
+    int64_t live = e->base_bytes;
     *outcome = (Outcome){.peak_bytes = INT64_MIN, .num_instructions = e->num_instructions};
     reset_transfers(e);
     memcpy(e->present, p->is_present, (size_t)p->num_storages);
-    for (int64_t s = 0; s < p->num_storages; s++)
-        live += p->is_present[s] ? p->storage_bytes[s] : 0;
     for (int32_t index = 0; index < e->num_instructions; index++) {
         int32_t kind = e->instructions[index].kind, number = e->instructions[index].number;
         int64_t tier = e->instructions[index].tier, total = 0;
         switch (kind) {
         case RUN:
         case RERUN:
-            total = arrive_from(e, number, kind == RERUN, &live) + live + p->workspace_bytes[number];
-            e->clock_ps += (kind == RERUN ? p->rerun_ps : p->op_ps)[number];
+            total = arrive_from(e, number, kind == RERUN, &live) + live + e->workspace_bytes[number];
+            e->clock_ps += (kind == RERUN ? e->rerun_ps : e->op_ps)[number];
             outcome->num_reruns += kind == RERUN;
             exceed(e, total, outcome);
             break;

@@ -1,7 +1,7 @@
 """Write Encode decisions into the Step: an op that encodes after the last forward use, others that decode for backward.
 
 Afterwards the code is a storage like any other, which can be kept, offloaded or recomputed, and the encoded storage is
-one that backward does not read.
+one that backward does not read. Ways to compute an op that are calls of their own (`chunks:4`) are written in as well.
 
 [Note: how often to decode]
 Decoded, a tensor is as large as ever, so it should not live long. Uses that follow one another closely share one copy;
@@ -16,12 +16,14 @@ such a storage has two codes: one of values, and a mask for those who ask for th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
 from memfit.capture.needs import Need
+from memfit.capture.rewrites.chunks import in_chunks, num_chunks_of, why_not_in_chunks
 from memfit.capture.rewrites.draft import Draft
 from memfit.capture.step import Half, Op, Ref, Step, Value, map_refs
 from memfit.codecs.registry import LOSSLESS_NAMES, codec
@@ -51,12 +53,15 @@ class Encoded:
     codes: dict[int, tuple[Code, ...]]
 
 
-def encode_step(step: Step, decisions: Decisions) -> Encoded:
-    """Write every Encode and EncodeThenOffload into the step; a step without any comes back as it is."""
+def encode_step(step: Step, decisions: Decisions, picked: Mapping[int, str] = MappingProxyType({})) -> Encoded:
+    """Write every Encode and EncodeThenOffload into the step; a step without any comes back as it is.
+
+    `picked` are ways to compute ops, by number. Those in chunks are written in too; others only have another price.
+    """
     chosen = {s: d for s, d in decisions.items() if isinstance(d, (Encode, EncodeThenOffload))}
     left = {s: d for s, d in decisions.items() if s not in chosen}
     if not chosen:
-        return Encoded(step, left, {}, {})
+        return Encoded(_with_chunks(step, step, picked), left, {}, {})
     draft = Draft(step)
     code_of: dict[int, int] = {}
     codes: dict[int, tuple[Code, ...]] = {}
@@ -75,7 +80,33 @@ def encode_step(step: Step, decisions: Decisions) -> Encoded:
     encoded = draft.close()
     number = draft.renumbered(encoded)
     left = {s: _renumbered(d, number, encoded.num_forward) for s, d in left.items()}
-    return Encoded(encoded, left, code_of, codes)
+    return Encoded(_with_chunks(encoded, step, picked), left, code_of, codes)
+
+
+def _with_chunks(encoded: Step, step: Step, picked: Mapping[int, str]) -> Step:
+    """The step with the ops that were picked to be in chunks so; an op is known by what it makes.
+
+    Codes come first: who reads what of a storage is known of the plain ops.
+    """
+    for index, way in picked.items():
+        if not 0 <= index < len(step.ops):
+            raise BadOption(f"'{way}' is picked for op {index}: the step has ops 0 to {len(step.ops) - 1}")
+    counts = {op: count for op, way in picked.items() if (count := num_chunks_of(way)) is not None}
+    if not counts:
+        return encoded
+    number = {op.made[0]: index for index, op in enumerate(encoded.ops) if op.made}
+    ops = list(encoded.ops)
+    for index, count in sorted(counts.items()):
+        plain = step.ops[index]
+        why = why_not_in_chunks(step, plain, count)
+        if why:
+            raise BadOption(
+                f"op {index}, {plain.target} in module '{plain.path or '(root)'}', cannot be computed in {count} "
+                f"chunks: {why}. Costs.choices(step) says which ways there are"
+            )
+        place = number[plain.made[0]]
+        ops[place] = in_chunks(ops[place], count)
+    return replace(encoded, ops=tuple(ops))
 
 
 def _is_read(step: Step, storage: int) -> bool:

@@ -1,9 +1,10 @@
-"""Peak and time of a plan in one call: what a search asks ten thousand times.
+"""Peak and time of a plan in one call: what a search asks a hundred thousand times.
 
     evaluator = Evaluator.of(problem)
     states = evaluator.array(problem.default_states())
     states[storage] = DROP
     outcome = evaluator.evaluate(states, budget_bytes)
+    better = evaluator.improves(states, budget_bytes, outcome.rank)  # None, mostly at once
 
 In C where a compiler is at hand (native/*.c), else by lower_states and simulate; the numbers are the same.
 """
@@ -14,7 +15,7 @@ import abc
 import ctypes
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,6 +24,8 @@ import numpy.typing as npt
 
 from memfit.errors import BadOption
 from memfit.native.library import native_library
+from memfit.plan.flat_problem import NO_LIMIT, FlatProblem, largest_growth
+from memfit.plan.lower import choose_ways as choose_ways_of
 from memfit.plan.lower import lower_states
 from memfit.plan.problem import AWAY, Problem
 from memfit.plan.program import (
@@ -38,10 +41,13 @@ from memfit.plan.program import (
 )
 from memfit.plan.simulate import simulate
 
-States: TypeAlias = Sequence[int] | npt.NDArray[np.int8]
-"""One state per storage (plan/problem.py); an int8 array is read where it lies."""
+States: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
+"""One state per storage (plan/problem.py); an int32 array is read where it lies."""
 
-_NO_LIMIT = 1 << 62
+Rank: TypeAlias = tuple[int, int]
+"""How good a plan is, less is better: first how far it is above the budget, then how long it takes."""
+
+_SUM_SHARE = 50  # so many ops above the budget weigh as much together as the one that is furthest above it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,15 @@ class Outcome:
     sum_excess_bytes: int
     num_reruns: int
 
+    @property
+    def violation_bytes(self) -> int:
+        """Zero if it fits; else the largest excess, and a share of their sum, so that one op less above it counts."""
+        return self.max_excess_bytes + self.sum_excess_bytes // _SUM_SHARE
+
+    @property
+    def rank(self) -> Rank:
+        return self.violation_bytes, self.step_ps
+
 
 class Evaluator(abc.ABC):
     """Evaluates states of the storages of one problem."""
@@ -75,7 +90,7 @@ class Evaluator(abc.ABC):
     def of(problem: Problem) -> Evaluator:
         """In C if that can be had, else in Python."""
         library = native_library()
-        if library is None or not _fits_int64(problem):
+        if library is None or not largest_growth(problem):
             return PythonEvaluator(problem)
         return NativeEvaluator(problem, library)
 
@@ -85,19 +100,38 @@ class Evaluator(abc.ABC):
         """True if it runs in C."""
 
     @abc.abstractmethod
-    def evaluate(self, states: States, budget_bytes: int | None = None) -> Outcome:
-        """Lower the states and run the program on paper. The budget decides where compute waits for transfers."""
+    def evaluate(self, states: States, budget_bytes: int | None = None, *, choose_ways: bool = False) -> Outcome:
+        """Lower the states and run the program on paper. The budget decides where compute waits for transfers.
+
+        With `choose_ways` each op that can be computed in several ways, and has none picked, is computed in the fastest
+        that fits (see `choose_ways` in plan/lower.py), not in that of the price list. `ways` says which.
+        """
 
     @abc.abstractmethod
-    def instructions(self, states: States, budget_bytes: int | None = None) -> tuple[Instruction, ...]:
+    def improves(
+        self, states: States, budget_bytes: int | None, incumbent: Rank, *, choose_ways: bool = False
+    ) -> Outcome | None:
+        """The same if its rank is less than the incumbent's, else None: mostly far sooner than the whole is evaluated.
+
+        For what is not worse, ask to beat (violation_bytes, step_ps + 1).
+        """
+
+    @abc.abstractmethod
+    def ways(self, states: States, budget_bytes: int | None = None) -> dict[int, str]:
+        """The ways that `choose_ways` takes, by op. Costs that pick these give the same outcome and instructions."""
+
+    @abc.abstractmethod
+    def instructions(
+        self, states: States, budget_bytes: int | None = None, *, choose_ways: bool = False
+    ) -> tuple[Instruction, ...]:
         """The program that `evaluate` speaks of."""
 
-    def array(self, states: Sequence[int]) -> npt.NDArray[np.int8]:
+    def array(self, states: Sequence[int]) -> npt.NDArray[np.int32]:
         """The states as an array to change in place: evaluating the same array again and again is fastest."""
         self._check_length(states)
         made = np.asarray(states)
         self._check_values(made)
-        return made.astype(np.int8)
+        return made.astype(np.int32)
 
     def _check_length(self, states: States) -> None:
         if len(states) != self._num_storages:
@@ -106,22 +140,25 @@ class Evaluator(abc.ABC):
     def _check_values(self, states: npt.NDArray[Any]) -> None:
         if states.ndim != 1 or (states.size and states.dtype.kind not in "iu"):
             raise BadOption(f"states are a flat list of whole numbers, not {states.dtype}{list(states.shape)}")
-        wrong = np.flatnonzero((states < 0) | (states >= self._num_states))
+        wrong = np.flatnonzero((states < -self.problem.num_ops) | (states >= self._num_states))
         if wrong.size:
             raise self._bad_state(int(wrong[0]), int(states[wrong[0]]))
 
     def _bad_state(self, storage: int, state: int) -> BadOption:
         tiers = "".join(f", {AWAY + number} (away in '{tier}')" for number, tier in enumerate(self.problem.tiers))
-        return BadOption(f"storage {storage}: there is no state {state}; states are 0 (keep), 1 (drop){tiers}")
+        return BadOption(
+            f"storage {storage}: there is no state {state}; states are 0 (keep), 1 (drop){tiers}"
+            f", and -N (drop, and again after use, until backward op N; up to {self.problem.num_ops})"
+        )
 
 
 def _limit(budget_bytes: int | None) -> int:
     """The budget as a number that C can hold."""
     if budget_bytes is None:
-        return _NO_LIMIT
+        return NO_LIMIT
     if budget_bytes < 0:
         raise BadOption(f"a budget of {budget_bytes} bytes makes no sense")
-    return min(budget_bytes, _NO_LIMIT)
+    return min(budget_bytes, NO_LIMIT)
 
 
 class PythonEvaluator(Evaluator):
@@ -129,10 +166,12 @@ class PythonEvaluator(Evaluator):
 
     is_native = False
 
-    def evaluate(self, states: States, budget_bytes: int | None = None) -> Outcome:
+    def evaluate(self, states: States, budget_bytes: int | None = None, *, choose_ways: bool = False) -> Outcome:
         limit = _limit(budget_bytes)
-        program = lower_states(self.problem, self._plain(states), budget_bytes=limit)
-        timeline = simulate(program, self.problem.costs)
+        plain = self._plain(states)
+        problem = self._picking(plain, limit) if choose_ways else self.problem
+        program = lower_states(problem, plain, budget_bytes=limit)
+        timeline = simulate(program, problem.costs)
         return Outcome(
             timeline.peak_bytes,
             timeline.step_ps,
@@ -141,8 +180,25 @@ class PythonEvaluator(Evaluator):
             sum(isinstance(i, Run) and i.again for i in program.instructions),
         )
 
-    def instructions(self, states: States, budget_bytes: int | None = None) -> tuple[Instruction, ...]:
-        return lower_states(self.problem, self._plain(states), budget_bytes=_limit(budget_bytes)).instructions
+    def improves(
+        self, states: States, budget_bytes: int | None, incumbent: Rank, *, choose_ways: bool = False
+    ) -> Outcome | None:
+        outcome = self.evaluate(states, budget_bytes, choose_ways=choose_ways)
+        return outcome if outcome.rank < incumbent else None
+
+    def ways(self, states: States, budget_bytes: int | None = None) -> dict[int, str]:
+        return choose_ways_of(self.problem, self._plain(states), budget_bytes=_limit(budget_bytes))
+
+    def instructions(
+        self, states: States, budget_bytes: int | None = None, *, choose_ways: bool = False
+    ) -> tuple[Instruction, ...]:
+        limit = _limit(budget_bytes)
+        plain = self._plain(states)
+        problem = self._picking(plain, limit) if choose_ways else self.problem
+        return lower_states(problem, plain, budget_bytes=limit).instructions
+
+    def _picking(self, states: list[int], limit_bytes: int) -> Problem:
+        return self.problem.picking(choose_ways_of(self.problem, states, budget_bytes=limit_bytes))
 
     def _plain(self, states: States) -> list[int]:
         self._check_length(states)
@@ -158,215 +214,146 @@ class NativeEvaluator(Evaluator):
 
     def __init__(self, problem: Problem, library: ctypes.CDLL) -> None:
         super().__init__(problem)
-        self._flat = _Flat(problem)
-        library.memfit_evaluator_new.argtypes = [ctypes.POINTER(_CProblem)]
-        library.memfit_evaluator_new.restype = ctypes.c_void_p
-        library.memfit_evaluator_free.argtypes = [ctypes.c_void_p]
-        library.memfit_evaluator_free.restype = None
-        pointer = library.memfit_evaluator_new(self._flat.struct)
-        if pointer is None:
-            raise MemoryError("no memory for the evaluator")
-        weakref.finalize(self, library.memfit_evaluator_free, pointer)
-        self._call = library.memfit_evaluate
-        self._call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
-        self._call.restype = ctypes.c_int64
-        self._pointer = ctypes.c_void_p(pointer)
-        self._results = (ctypes.c_int64 * (len(Outcome.__slots__) + 1))()
-        self._results_pointer = ctypes.c_void_p(ctypes.addressof(self._results))
+        self._library = library
+        self._flat = FlatProblem(problem)
+        self._desks: dict[bool, _Desk] = {}
         self._lock = threading.Lock()
         # The array of the last call, and where it lies: finding that out costs as much as a small network.
         self._states: States | None = None
-        self._states_pointer = ctypes.c_void_p()
+        self._address = 0
+        self._desk(False)
 
-    def evaluate(self, states: States, budget_bytes: int | None = None) -> Outcome:
+    def evaluate(self, states: States, budget_bytes: int | None = None, *, choose_ways: bool = False) -> Outcome:
         limit = _limit(budget_bytes)
         with self._lock:
-            self._run(states, limit, None)
-            return Outcome(*self._results[:-1])
+            if (desk := self._run(states, limit, _ANYTHING, choose_ways)) is not None:
+                return Outcome(*desk.trial[_OUTCOME])
+        return PythonEvaluator(self.problem).evaluate(states, budget_bytes, choose_ways=choose_ways)
 
-    def instructions(self, states: States, budget_bytes: int | None = None) -> tuple[Instruction, ...]:
+    def improves(
+        self, states: States, budget_bytes: int | None, incumbent: Rank, *, choose_ways: bool = False
+    ) -> Outcome | None:
         limit = _limit(budget_bytes)
-        out = np.empty((self._flat.struct.max_instructions, 3), dtype=np.int32)
+        violation, step_ps = incumbent
+        if not (0 <= violation <= NO_LIMIT and 0 <= step_ps <= NO_LIMIT):  # ctypes would cut it short without a word
+            incumbent = min(max(violation, -1), NO_LIMIT), min(max(step_ps, -1), NO_LIMIT)
         with self._lock:
-            self._run(states, limit, out.ctypes.data)
-            count = self._results[-1]
-        tiers = self.problem.tiers
-        return tuple(_MAKERS[kind](number, tiers, tier) for kind, number, tier in out[:count].tolist())
+            if (desk := self._run(states, limit, incumbent, choose_ways)) is not None:
+                return Outcome(*desk.trial[_OUTCOME]) if desk.verdict == _EVALUATED else None
+        return PythonEvaluator(self.problem).improves(states, budget_bytes, incumbent, choose_ways=choose_ways)
 
-    def _run(self, states: States, limit_bytes: int, instructions: int | None) -> None:
+    def ways(self, states: States, budget_bytes: int | None = None) -> dict[int, str]:
+        limit = _limit(budget_bytes)
+        with self._lock:
+            if (desk := self._run(states, limit, _ANYTHING, True)) is not None:
+                choices = self.problem.ways
+                chosen = np.empty(len(choices), dtype=np.int32)
+                self._library.memfit_ways(desk.evaluator, chosen.ctypes.data)
+                return {op: choices[op][way].name for op, way in zip(choices, chosen.tolist(), strict=True)}
+        return PythonEvaluator(self.problem).ways(states, budget_bytes)
+
+    def instructions(
+        self, states: States, budget_bytes: int | None = None, *, choose_ways: bool = False
+    ) -> tuple[Instruction, ...]:
+        limit = _limit(budget_bytes)
+        with self._lock:
+            if (desk := self._run(states, limit, _ANYTHING, choose_ways)) is not None:
+                out = np.empty((desk.trial[-1], 3), dtype=np.int32)
+                self._library.memfit_instructions(desk.evaluator, out.ctypes.data)
+                tiers = self.problem.tiers
+                return tuple(_MAKERS[kind](number, tiers, tier) for kind, number, tier in out.tolist())
+        return PythonEvaluator(self.problem).instructions(states, budget_bytes, choose_ways=choose_ways)
+
+    def array_named(self, name: str) -> npt.NDArray[Any]:
+        """One of the arrays that C reads (native/evaluator.h), to be changed in place; say so by `changed`.
+
+        What is evaluated in Python, as when a program is too long for C, does not see that.
+        """
+        return self._flat.arrays[name]
+
+    def changed(self) -> None:
+        """Say that some of these arrays were changed: C keeps sums of their numbers."""
+        for desk in self._desks.values():
+            desk.trial[_IS_CHANGED] = 1
+
+    def _run(self, states: States, limit_bytes: int, incumbent: Rank, choose_ways: bool) -> _Desk | None:
+        """Where it was evaluated, with what came of it; None if the program is too long for C."""
         if states is not self._states:
             self._point_at(states)
-        wrong = self._call(self._pointer, self._states_pointer, limit_bytes, self._results_pointer, instructions)
-        if wrong >= 0:
-            raise self._bad_state(wrong, int(states[wrong]))
+        desk = self._desks.get(choose_ways) or self._desk(choose_ways)
+        while desk is not None:
+            trial = desk.trial
+            trial[0] = self._address
+            trial[1] = limit_bytes
+            trial[2], trial[3] = incumbent
+            desk.verdict = verdict = desk.call(desk.evaluator, desk.trial_pointer)
+            if verdict >= 0:
+                raise self._bad_state(verdict, int(states[verdict]))
+            if verdict != _OUTGROWN:
+                return desk
+            desk = self._desk(choose_ways, 2 * desk.growth)
+        return None
+
+    def _desk(self, choose_ways: bool, growth: int = 1) -> _Desk | None:
+        """Make one, with more room if the last one had too little."""
+        if choose_ways and not self.problem.ways:
+            desk = self._desk(False, growth) if growth > 1 else self._desks[False]
+        elif growth > largest_growth(self.problem, choose_ways=choose_ways):
+            return None
+        else:
+            desk = _Desk(self._library, self._flat, choose_ways, growth)
+        if desk is not None:
+            self._desks[choose_ways] = desk
+        return desk
 
     def _point_at(self, states: States) -> None:
         self._check_length(states)
         if (
             isinstance(states, np.ndarray)
-            and states.dtype == np.int8
+            and states.dtype == np.int32
             and states.ndim == 1
             and states.flags.c_contiguous
         ):
             array = states
         else:
             self._check_values(np.asarray(states))
-            array = np.array(states, dtype=np.int8)
+            array = np.array(states, dtype=np.int32)
         # A list can change in place without its copy knowing, so what is remembered is the array.
         self._states = array
-        self._states_pointer = ctypes.c_void_p(array.ctypes.data)
+        self._address = array.ctypes.data
 
 
-# -- The problem as C sees it -----------------------------------------------------------------------------------------
+class _Desk:
+    """An evaluator in C, what it was made from, and the trial it is working on."""
 
-_LISTS = (
-    "touches",
-    "rerun_touches",
-    "source_touches",
-    "rerun_source_touches",
-    "makes",
-    "rerun_makes",
-    "made",
-    "writers",
-)
-_COUNTS = (
-    "num_ops",
-    "num_forward",
-    "num_storages",
-    "num_tiers",
-    "num_channels",
-    "num_handings",
-    "num_tangents",
-    "max_length",
-    "max_instructions",
-)
-_ARRAYS = {
-    "op_ps": np.int64,
-    "rerun_ps": np.int64,
-    "workspace_bytes": np.int64,
-    "storage_bytes": np.int64,
-    "is_recomputable": np.uint8,
-    "is_present": np.uint8,
-    "tangents": np.int32,
-    "handing_storages": np.int32,
-    "handing_ready_ops": np.int32,
-    "handing_source_storages": np.int32,
-    "handing_bytes": np.int64,
-    "send_ps": np.int64,
-    "fetch_ps": np.int64,
-    "send_channels": np.int32,
-    "fetch_channels": np.int32,
-}
+    def __init__(self, library: ctypes.CDLL, flat: FlatProblem, choose_ways: bool, growth: int) -> None:
+        self.growth = growth
+        self.verdict = _EVALUATED
+        self._flat = flat  # C reads its arrays
+        library.memfit_evaluator_new.argtypes = [ctypes.c_void_p]
+        library.memfit_evaluator_new.restype = ctypes.c_void_p
+        for function in (library.memfit_instructions, library.memfit_ways):
+            function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p], None
+        library.memfit_evaluator_free.argtypes, library.memfit_evaluator_free.restype = [ctypes.c_void_p], None
+        self.call = library.memfit_evaluate
+        self.call.argtypes, self.call.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int64
+        struct = flat.struct(choose_ways=choose_ways, growth=growth)
+        pointer = library.memfit_evaluator_new(ctypes.addressof(struct))
+        if pointer is None:
+            raise MemoryError("no memory for the evaluator")
+        weakref.finalize(self, library.memfit_evaluator_free, pointer)
+        self.evaluator = ctypes.c_void_p(pointer)
+        self.trial = (ctypes.c_int64 * _TRIAL_LENGTH)()
+        self.trial_pointer = ctypes.c_void_p(ctypes.addressof(self.trial))
 
 
-class _CProblem(ctypes.Structure):
-    """struct Problem of native/evaluator.h, field for field."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in _COUNTS),
-        *((f"{name}_{part}", ctypes.c_void_p) for name in _LISTS for part in ("starts", "items")),
-        *((name, ctypes.c_void_p) for name in _ARRAYS),
-    ]
-
-
-class _Flat:
-    """Holds the arrays that the struct points to."""
-
-    def __init__(self, problem: Problem) -> None:
-        step, reruns = problem.step, problem.reruns
-        num_storages = len(step.storage_bytes)
-        self.struct = _CProblem()
-        self._alive: list[npt.NDArray[Any]] = []
-
-        writers = [reruns.writers.get(storage, ()) for storage in range(num_storages)]
-        made = [tuple(dict.fromkeys(step.values[v].storage for v in op.made)) for op in step.ops]
-        # Much of what ops touch is parameters: they are left out where nothing is asked about them.
-        passing = {storage for storage, stays in enumerate(problem.stays) if not stays}
-        sources = {handing.source_storage for handing in problem.handings}
-        lists: tuple[Sequence[Sequence[int]], ...] = (
-            _only(reruns.touches, passing),
-            _only(reruns.rerun_touches, passing),
-            _only(reruns.touches, sources),
-            _only(reruns.rerun_touches, sources),
-            reruns.makes,
-            reruns.rerun_makes,
-            made,
-            writers,
-        )
-        for name, rows in zip(_LISTS, lists, strict=True):
-            self._point(f"{name}_starts", np.cumsum([0, *map(len, rows)]), np.int32)
-            self._point(f"{name}_items", [item for row in rows for item in row], np.int32)
-
-        links = [problem.costs.links[tier] for tier in problem.tiers]
-        channels = sorted({name for link in links for name in (link.send_channel, link.fetch_channel)})
-        arrays: dict[str, Iterable[int]] = {
-            "op_ps": problem.op_ps,
-            "rerun_ps": problem.rerun_ps,
-            "workspace_bytes": problem.workspace_bytes,
-            "storage_bytes": step.storage_bytes,
-            "is_recomputable": [storage in reruns.recomputable for storage in range(num_storages)],
-            "is_present": problem.is_present,
-            "tangents": problem.tangents,
-            "handing_storages": [handing.storage for handing in problem.handings],
-            "handing_ready_ops": [handing.ready_op for handing in problem.handings],
-            "handing_source_storages": [handing.source_storage for handing in problem.handings],
-            "handing_bytes": problem.step.addition_bytes,
-            "send_ps": [link.send_ps(size) for link in links for size in step.storage_bytes],
-            "fetch_ps": [link.fetch_ps(size) for link in links for size in step.storage_bytes],
-            "send_channels": [channels.index(link.send_channel) for link in links],
-            "fetch_channels": [channels.index(link.fetch_channel) for link in links],
-        }
-        for name, numbers in arrays.items():
-            self._point(name, numbers, _ARRAYS[name])
-
-        times_again = _times_again(problem)
-        max_length = problem.num_ops + sum(times_again)
-        # A re-run drops copies of what it makes; besides, each storage is freed twice, sent and fetched at most.
-        max_frees = sum(times * len(reruns.makes[op]) for op, times in enumerate(times_again)) + 2 * num_storages
-        counts = {
-            "num_ops": problem.num_ops,
-            "num_forward": problem.num_forward,
-            "num_storages": num_storages,
-            "num_tiers": len(problem.tiers),
-            "num_channels": len(channels),
-            "num_handings": len(problem.handings),
-            "num_tangents": len(problem.tangents),
-            "max_length": max_length,
-            "max_instructions": max_length + max_frees + 4 * num_storages + len(problem.handings) + 1,
-        }
-        for name, number in counts.items():
-            setattr(self.struct, name, number)
-
-    def _point(self, name: str, numbers: Iterable[int], dtype: Any) -> None:
-        array = np.ascontiguousarray(numbers, dtype=dtype)
-        self._alive.append(array)
-        setattr(self.struct, name, array.ctypes.data)
-
-
-def _only(lists: Iterable[Iterable[int]], wanted: set[int]) -> list[list[int]]:
-    return [[number for number in numbers if number in wanted] for numbers in lists]
-
-
-def _times_again(problem: Problem) -> list[int]:
-    """How often each forward op can run again: once for each storage it makes or writes, as bursts leave them whole."""
-    times = [0] * problem.num_forward
-    for ops in problem.reruns.writers.values():
-        for op in ops:
-            times[op] += 1
-    return times
-
-
-def _fits_int64(problem: Problem) -> bool:
-    """True if no sum of times or bytes can wrap around in C, where Python would just go on."""
-    times_again, sizes = _times_again(problem), problem.step.storage_bytes
-    links = problem.costs.links.values()
-    transfers_ps = sum(link.send_ps(size) + link.fetch_ps(size) for link in links for size in sizes)
-    reruns_ps = sum(times * op_ps for times, op_ps in zip(times_again, problem.rerun_ps, strict=False))
-    # A re-run may hold a second copy of what is here.
-    most_bytes = 2 * sum(sizes) + max(problem.workspace_bytes, default=0)
-    most_excess_bytes = most_bytes * (problem.num_ops + sum(times_again))
-    return max(transfers_ps + reruns_ps + sum(problem.op_ps), most_excess_bytes) < _NO_LIMIT
-
+# struct Trial of native/evaluator.h: states, limit, what to beat (2), if arrays were changed, the outcome (6), and the
+# number of its instructions.
+_IS_CHANGED = 4
+_OUTCOME = slice(5, 5 + len(Outcome.__slots__))
+_TRIAL_LENGTH = _OUTCOME.stop + 1
+_EVALUATED, _OUTGROWN = -1, -3
+_ANYTHING: Rank = (NO_LIMIT, NO_LIMIT)
 
 # The kinds of native/evaluate.c, in its order.
 _MAKERS: tuple[Any, ...] = (

@@ -21,7 +21,6 @@ from types import MappingProxyType
 
 from memfit.capture.step import Step
 from memfit.cost.costs import Costs, free_of_charge
-from memfit.errors import BadOption
 from memfit.plan.decisions import Decisions, Moments, Offload
 from memfit.plan.encode import encode_step
 from memfit.plan.problem import AWAY, DROP, Problem
@@ -47,10 +46,8 @@ def lower(step: Step, decisions: Decisions, costs: Costs, *, budget_bytes: int |
     The budget decides where compute waits for transfers to end; a Program that cannot be within it is made all the
     same, and its peak says so.
     """
-    encoded = encode_step(step, decisions)
-    if encoded.code_of and costs.picked:
-        raise BadOption("algorithms are picked by the numbers of ops, which codes change: pick or encode, not both")
-    problem = Problem.of(encoded.step, costs)
+    encoded = encode_step(step, decisions, costs.picked)
+    problem = Problem.of(encoded.step, costs.following(step, encoded.step))
     states = problem.states(encoded.decisions)
     moments = {s: d.when for s, d in encoded.decisions.items() if isinstance(d, Offload) and d.when is not None}
     return lower_states(problem, states, budget_bytes=budget_bytes, moments=moments)
@@ -73,6 +70,25 @@ def lower_states(
     lives = _Lives.of(problem, states, schedule)
     limit = _NO_LIMIT if budget_bytes is None else budget_bytes
     return Program(problem.step, tuple(_Emitter(problem, states, schedule, lives, limit, moments).instructions()))
+
+
+def choose_ways(problem: Problem, states: Sequence[int], *, budget_bytes: int | None = None) -> dict[int, str]:
+    """For each op that can be computed in several ways and has none picked: the one to take under these states.
+
+    It is the fastest whose workspace fits wherever the op runs beside what must be there, transfers that linger aside;
+    if none does, the one with the least workspace. An op is computed in one way whenever it runs.
+    """
+    schedule = _recompute(problem, states)
+    needs = _Lives.of(problem, states, schedule).needs
+    limit = _NO_LIMIT if budget_bytes is None else budget_bytes
+    room: dict[int, int] = {}
+    for op, need_bytes in zip(schedule.ops, needs, strict=True):
+        left = limit - (need_bytes - problem.workspace_bytes[op])
+        room[op] = min(room.get(op, left), left)
+    return {
+        op: next((way.name for way in ways if way.cost.workspace_bytes <= room[op]), ways[-1].name)
+        for op, ways in problem.ways.items()
+    }
 
 
 @dataclass

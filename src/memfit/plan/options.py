@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from memfit.capture.rewrites import check_names
 from memfit.errors import BadOption
 from memfit.plan.budget import Budget
-from memfit.plan.policies.registry import RUNNABLE, policy_named, require_permission
+from memfit.plan.policies.registry import POLICIES, RUNNABLE, policy_named, require_permission
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Options:
     debug: bool = False
     measure_s: float = 60.0
     allow_lossy: bool = False
+    strict: bool = False
 
     @property
     def asks_costs(self) -> bool:
@@ -42,3 +43,12 @@ class Options:
             raise BadOption(f"max_captures={self.max_captures}: must be at least 1")
         if not self.measure_s >= 0:
             raise BadOption(f"measure_s={self.measure_s}: give seconds from 0 (estimate everything) up")
+        if self.strict and self.budget is None:
+            raise BadOption("strict=True: there is no budget that a step could exceed. Give one, or leave it out")
+
+
+def policy_or_default(policy: str | None, budget: Budget | None) -> str:
+    """The policy that was named; None: with a budget the one that mixes all techniques, without one nothing is done."""
+    if policy is not None:
+        return policy
+    return "auto" if budget is not None and "auto" in POLICIES else "keep"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from memfit.capture.step import Step
-from memfit.cost.costs import Costs
+from memfit.cost.costs import PS_PER_S, Costs
 from memfit.errors import DoesNotFit
 from memfit.plan.budget import Budget, optimizer_bytes
 from memfit.plan.check import check
@@ -21,6 +21,7 @@ from memfit.plan.policies.network_wide import NetworkWide
 from memfit.plan.policies.policy import Decided
 from memfit.plan.policies.registry import policy_named, require_permission
 from memfit.plan.program import Program
+from memfit.plan.progress import Listener, listening
 from memfit.plan.simulate import Timeline, simulate
 
 # Pages that are used in part, and Python's own objects: 0.1 to 3.5 % beyond the ledger, where we measured.
@@ -36,6 +37,8 @@ class Planned:
         plan, timeline: None for an account that no program can follow (network-wide).
         costs: the prices of the plan: those that were given, by the algorithms that the policy chose.
         note: which way the policy took, if it says so.
+        bound_s: no plan of the policy's choices takes less; None if it does not know.
+        certificate: why no plan fits the budget, where the policy proved that.
         budget_bytes: all that may be on the device at once; None if nobody set a limit.
         optimizer_bytes: state of the optimizer, on the device throughout.
         peak_bytes, average_bytes: all included; the average is over time.
@@ -58,6 +61,8 @@ class Planned:
     plan: Plan | None = None
     timeline: Timeline | None = None
     note: str = ""
+    bound_s: float | None = None
+    certificate: str = ""
 
     @property
     def program(self) -> Program:
@@ -79,6 +84,13 @@ class Planned:
     def overhead(self) -> float:
         """How much longer than the keep plan the step takes: 0.1 is ten per cent."""
         return self.step_s / self.keep.step_s - 1 if self.keep.step_ps else 0.0
+
+    @property
+    def lower_bound_overhead(self) -> float | None:
+        """No plan within the budget has a smaller overhead, at these costs and choices; None if that is not known."""
+        if self.bound_s is None:
+            return None
+        return self.bound_s / self.keep.step_s - 1 if self.keep.step_ps else 0.0
 
     @property
     def keep_peak_bytes(self) -> int:
@@ -112,9 +124,10 @@ class Planned:
         """Why it does not fit, and what would."""
         assert self.budget_bytes is not None
         share = "" if self.budget is None or self.budget.share is None else f" ({self.budget.share:.0%})"
+        proof = f"{self.certificate}. " if self.certificate else ""
         return (
             f"policy '{self.policy}' needs {self.peak_bytes:,} bytes, the budget is {self.budget_bytes:,}{share}. "
-            f"The peak is {self.obstacle}. "
+            f"{proof}The peak is {self.obstacle}. "
             f"Give a budget of at least {self.peak_bytes:,} bytes{self._share_needed}, or a smaller batch"
         )
 
@@ -135,6 +148,7 @@ def plan_step(
     decisions: Decisions | None = None,
     headroom: bool = False,
     allow_lossy: bool = False,
+    progress: Listener | None = None,
 ) -> Planned:
     """The plan of that policy for the step at these costs, whether it fits the budget or not.
 
@@ -172,18 +186,28 @@ def plan_step(
     room = None if budget_bytes is None else max(budget_bytes - state_bytes, 0)
     if headroom and room is not None and room >= _LEAST_WITH_HEADROOM:
         room -= _HEADROOM_BYTES + room // _HEADROOM_SHARE
-    note = ""
+    note, certificate, bound_ps = "", "", None
     if decisions is not None:
         decisions = _for_this_step(step, decisions)
     else:
-        decided = chosen.decide(step, costs, room if budget is not None or chosen.fills_device else None)
-        if isinstance(decided, Decided):
-            decisions, costs, note = decided.decisions, decided.costs, decided.note
-        else:
-            decisions = decided
+        with listening(progress):
+            decided = chosen.decide(step, costs, room if budget is not None or chosen.fills_device else None)
+        if not isinstance(decided, Decided):
+            decided = Decided(decided, costs)
+        decisions, costs, note = decided.decisions, decided.costs, decided.note
+        bound_ps, certificate = decided.bound_ps, decided.certificate
+        if decided.step is not None:
+            step = decided.step
+        if decided.room_bytes is not None:
+            room = decided.room_bytes
     if not chosen.is_lossy:
         refuse_lossy(step, decisions, who=f"policy '{policy}'")
-    timeline = simulate(lower(step, decisions, costs, budget_bytes=room), costs) if decisions or costs.picked else keep
+    picked = costs.picked
+    timeline = keep
+    if decisions or picked:
+        program = lower(step, decisions, costs, budget_bytes=room)
+        costs = costs.following(step, program.step)
+        timeline = simulate(program, costs)
     program = timeline.program
     check(program, workspace_bytes=[c.workspace_bytes for c in costs.of(program.step)], peak_bytes=timeline.peak_bytes)
     peak = timeline.ledger.peak
@@ -202,9 +226,11 @@ def plan_step(
         step_s=timeline.step_s,
         parts=parts,
         plan_s=time.perf_counter() - start_s,
-        plan=Plan(step, decisions, program, policy, costs.device, budget_bytes, timeline.peak_bytes),
+        plan=Plan(step, decisions, program, policy, costs.device, budget_bytes, timeline.peak_bytes, picked),
         timeline=timeline,
         note=note,
+        bound_s=None if bound_ps is None else bound_ps / PS_PER_S,
+        certificate=certificate,
     )
 
 
@@ -216,10 +242,18 @@ def runnable_plan(
     budget: Budget | None,
     decisions: Decisions | None = None,
     allow_lossy: bool = False,
+    progress: Listener | None = None,
 ) -> Planned:
     """The same for a plan that is to be run here: raises DoesNotFit if it is larger than the budget."""
     planned = plan_step(
-        step, costs, policy=policy, budget=budget, decisions=decisions, headroom=True, allow_lossy=allow_lossy
+        step,
+        costs,
+        policy=policy,
+        budget=budget,
+        decisions=decisions,
+        headroom=True,
+        allow_lossy=allow_lossy,
+        progress=progress,
     )
     if budget is not None:
         planned.require_fit()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from memfit.capture.step import Step
@@ -15,7 +15,7 @@ from memfit.plan.rerun import Reruns, tangent_storages
 KEEP, DROP, AWAY = 0, 1, 2
 """The three states of a storage between the halves; from AWAY on it is AWAY + the number of the tier.
 
-A negative state is DROP too: made again for an op before that number, it is dropped once more (see Recompute).
+A negative state is DROP too: made again for an op before the number -state, it is dropped once more (see Recompute).
 """
 
 
@@ -26,6 +26,14 @@ class Handing:
     storage: int
     ready_op: int  # -1: from the start
     source_storage: int  # -1: more parts of the same gradient are to come
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One of the ways in which an op can be computed."""
+
+    name: str
+    cost: OpCost
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,28 @@ class Problem:
     @cached_property
     def _op_costs(self) -> Sequence[OpCost]:
         return self.costs.of(self.step)
+
+    @cached_property
+    def ways(self) -> dict[int, tuple[Way, ...]]:
+        """For each op that can be computed in several ways, none of them picked yet: those that are worth having.
+
+        The fastest comes first, and each needs less workspace than the one before it.
+        """
+        costs, step = self.costs, self.step
+        choices = {op: tuple(ways) for op, ways in costs.choices(step).items() if op not in costs.picked}
+        found: dict[int, list[Way]] = {op: [] for op in choices}
+        for number in range(max(map(len, choices.values()), default=0)):
+            names = {op: ways[number] for op, ways in choices.items() if number < len(ways)}
+            prices = costs.picking({**costs.picked, **names}).of(step)  # it knows how ops that run again differ
+            for op, name in names.items():
+                found[op].append(Way(name, prices[op]))
+        return {op: _worth_having(ways) for op, ways in found.items()}
+
+    def picking(self, names: Mapping[int, str]) -> Problem:
+        """The same problem with these ops computed these ways."""
+        picked = replace(self, costs=self.costs.picking({**self.costs.picked, **names}))
+        picked.__dict__["reruns"] = self.reruns  # they know nothing of costs
+        return picked
 
     @cached_property
     def is_present(self) -> list[bool]:
@@ -124,7 +154,10 @@ class Problem:
                 case Keep():
                     why, state = "", KEEP
                 case Recompute(held_from):
-                    why, state = self.reruns.why_not_recompute(storage), DROP if held_from <= 0 else -held_from
+                    why, state = (
+                        self.reruns.why_not_recompute(storage),
+                        DROP if held_from <= 0 else -min(held_from, self.num_ops),
+                    )
                 case Offload(tier, when):
                     self.costs.link(tier)
                     why, state = self.reruns.why_not_offload(storage), AWAY + self.tiers.index(tier)
@@ -161,3 +194,12 @@ class Problem:
             op = step.ops[known.maker]
             text += f", made by {op.target} in module '{op.path or '(root)'}'"
         return text + ")"
+
+
+def _worth_having(ways: list[Way]) -> tuple[Way, ...]:
+    """The fastest, and then whatever needs less workspace than all that are faster."""
+    found: list[Way] = []
+    for way in sorted(ways, key=lambda w: (w.cost.time_ps, w.cost.workspace_bytes, w.cost.again_ps, w.name)):
+        if not found or way.cost.workspace_bytes < found[-1].cost.workspace_bytes:
+            found.append(way)
+    return tuple(found)

@@ -108,20 +108,25 @@ def measure_times(
     """
     pairs: list[tuple[float, float]] = []
     forwards_s: list[float] = []
-    assert fitted.fitted is not None
+    watched = fitted.fitted
+    assert watched is not None
     # Feedback watches the first steps, and may observe one op by op.
-    warm_up = NUM_WATCHED if fitted.fitted.options.asks_costs else NUM_WARM_UP
+    warm_up = NUM_WATCHED if watched.options.asks_costs else NUM_WARM_UP
     total = warm_up + steps
+    settled_after = 0
 
     def after_step(step: int) -> None:
         progress(f"step {step} of {total}, both ways")
         forwards_s.append(fitted.forward_s)
         pairs.append((fitted.step_s, eager.step_s))
+        nonlocal settled_after
+        if not watched.is_settled:  # it may be planned again yet
+            settled_after = len(pairs)
 
     verdict = compare(eager, fitted, steps=total, after_step=after_step)
     capture_s = max(forwards_s[0] - forwards_s[1], 0.0) if len(forwards_s) > 1 else forwards_s[0]
     # Arms that differ stop early: then the time of a warm-up step is better than none.
-    return Times.of(pairs[warm_up:] or pairs[-1:]), verdict, capture_s
+    return Times.of(pairs[max(warm_up, settled_after) :] or pairs[-1:]), verdict, capture_s
 
 
 def _fit_arguments(options: Options) -> dict[str, Any]:

@@ -70,10 +70,10 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
             first.append(growth_bytes(step))
             second.append(growth_bytes(step))
             forget_gradients()
-            activations.append(_without_gradients(model, step))
+            activations.append(growth_without_gradients(model, step))
 
     take_steps(_NUM_WARM_UP)
-    _in_a_fresh_arena(lambda: take_steps(_NUM_WARM_UP + request["repeats"]))
+    in_a_fresh_arena(lambda: take_steps(_NUM_WARM_UP + request["repeats"]))
     return {
         "peak_bytes": max(first[2 * _NUM_WARM_UP :]),
         "accumulating_peak_bytes": max(second[2 * _NUM_WARM_UP :]),
@@ -81,7 +81,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _in_a_fresh_arena(work: Callable[[], None]) -> None:
+def in_a_fresh_arena(work: Callable[[], None]) -> None:
     """Do it in a thread of its own: glibc gives that an arena of its own.
 
     Capturing and planning leave the main arena full of holes, tens of MiB that large tensors are put into wherever they
@@ -91,7 +91,7 @@ def _in_a_fresh_arena(work: Callable[[], None]) -> None:
         thread.submit(work).result()
 
 
-def _without_gradients(model: torch.nn.Module, step: Callable[[], None]) -> int:
+def growth_without_gradients(model: torch.nn.Module, step: Callable[[], None]) -> int:
     """Growth in a step, less the gradients made by then: read each time a gradient has been handed over.
 
     A layer's gradients are made together and handed over one after the other, so they count as made with the first.

@@ -11,7 +11,7 @@ from torch import nn
 
 from memfit.errors import BadOption
 from memfit.plan.budget import Budget
-from memfit.plan.options import Options
+from memfit.plan.options import Options, policy_or_default
 from memfit.plan.policies.registry import with_format
 from memfit.report.arm import Arm, Named
 from memfit.report.bits import Difference, difference
@@ -82,7 +82,7 @@ def verify(
     seed: int = 0,
     lr: float = 0.01,
     without: Iterable[str] = (),
-    policy: str = "keep",
+    policy: str | None = None,
     budget: int | str | None = None,
     format: str | None = None,
     allow_lossy: bool = False,
@@ -106,8 +106,9 @@ def verify(
     Example:
         >>> assert memfit.verify(torch.nn.Linear(4, 2), (torch.randn(3, 4),))
     """
-    name = with_format(policy, format)
-    options = Options(Budget.of(budget), name, frozenset(without), allow_lossy=allow_lossy)
+    limit = Budget.of(budget)
+    name = with_format(policy_or_default(policy, limit), format)
+    options = Options(limit, name, frozenset(without), allow_lossy=allow_lossy)
     eager, fitted = both_arms(model, args, kwargs, loss=loss, targets=targets, seed=seed, options=options)
     return compare(eager, fitted, steps=steps, lr=lr)
 

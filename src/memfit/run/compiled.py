@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.capture.rewrites.chunks import whole_target
 from memfit.capture.step import Origin, Step
 from memfit.capture.structure import put_together
 from memfit.capture.trace import Capture, Incoming
@@ -222,8 +223,12 @@ def _plain(output: torch.Tensor) -> torch.Tensor:
 
 
 def _forward_targets(step: Step) -> list[str]:
-    """The ops of the forward half but for codecs: of what another backward half does not read, no code is made."""
-    return [op.target for op in step.ops[: step.num_forward] if not op.target.startswith("memfit.")]
+    """The ops of the forward half but for codecs: of what another backward half does not read, no code is made.
+
+    In how many pieces an op is computed makes no difference to what it makes.
+    """
+    ops = step.ops[: step.num_forward]
+    return [whole_target(op.target) for op in ops if not op.target.startswith("memfit.")]
 
 
 class _Variant:

@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,30 +14,38 @@ import torch
 from torch import nn
 
 from memfit.capture.rewrites import rewrite
+from memfit.capture.rewrites.tight import tight_above_bytes, tighten
 from memfit.capture.step import Step
-from memfit.capture.structure import put_together, take_apart
-from memfit.capture.trace import Capture, Incoming, Layout, capture_call, refuse_layout
-from memfit.cost.costs import free_of_charge
+from memfit.capture.structure import take_apart
+from memfit.capture.trace import Capture, Incoming, capture_call, refuse_layout
+from memfit.cost.costs import Costs, free_of_charge
 from memfit.cost.profile import measure
-from memfit.errors import MemfitError
+from memfit.errors import DoesNotFit, MemfitError
 from memfit.plan.away import most_bytes_away
-from memfit.plan.decisions import Decision, Encode, EncodeThenOffload
-from memfit.plan.encode import encode_step
+from memfit.plan.budget import Budget
 from memfit.plan.ledger import Ledger
 from memfit.plan.options import Options
+from memfit.plan.plan_cache import cached_plan
 from memfit.plan.planner import Planned, runnable_plan
 from memfit.plan.policies.registry import policy_named
+from memfit.plan.program import Program
+from memfit.run.codegen import Observer
 from memfit.run.compiled import Compiled
 from memfit.run.densities import look_at
-from memfit.run.feedback import Feedback, Measured
+from memfit.run.feedback import Excess, Feedback, Measured
 from memfit.run.observe import LiveBytes
+from memfit.run.recapture import decisions_as_in, stand_ins, ways_as_in
+from memfit.run.revision import Revision, raise_excess, revise
 from memfit.run.signature import device_types, signature
 from memfit.run.sources import find_sources
 from memfit.tiers.disk import DiskTier
 from memfit.tiers.registry import TIERS
-from memfit.torch_internals import autocast_state, calling_module, fake_mode, is_nested_capture
+from memfit.torch_internals import autocast_state, calling_module, is_nested_capture
 
 log = logging.getLogger("memfit")
+
+Recapture = Callable[[Incoming], Compiled]
+RecaptureFor = Callable[[list[Compiled]], Recapture]
 
 
 class Fitted:
@@ -49,6 +58,8 @@ class Fitted:
         planned: the newest plan, with its timeline.
         observed: with debug, the bytes that were really alive at every instruction of the newest call.
         measured: predicted beside measured, after the first steps of a model fitted with a budget.
+        num_captures, num_revisions: how many calls were captured, and how often one was planned again because its step
+            needed more than the budget.
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
@@ -63,6 +74,7 @@ class Fitted:
         self._compiled: OrderedDict[Any, list[Compiled]] = OrderedDict()
         self._newest: Compiled | None = None
         self._warned = False
+        self.num_revisions = 0
         self.observed: LiveBytes | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,6 +124,12 @@ class Fitted:
         return None if feedback is None else feedback.measured
 
     @property
+    def is_settled(self) -> bool:
+        """True if the newest call's first steps are over: it is watched no more, and its plan is the one that stays."""
+        feedback = self.newest.feedback
+        return feedback is None or feedback.is_settled
+
+    @property
     def newest(self) -> Compiled:
         """The call captured or run last."""
         if self._newest is None:
@@ -137,6 +155,8 @@ class Fitted:
         key = signature(self.model, inputs, skeleton)
         for compiled in self._compiled.get(key, ()):
             if all(guard.holds(inputs) for guard in compiled.capture.guards):
+                if compiled.feedback is not None and compiled.feedback.excess is not None:
+                    compiled = self._revised(key, compiled)
                 sources = compiled.sources(inputs)
                 if sources is not None:
                     self._newest = compiled
@@ -164,12 +184,18 @@ class Fitted:
             captured = capture_call(model, call_args, call_kwargs, autocast=state, incoming=incoming, name=name)
             step = rewrite(captured.step, without=self.options.without)
             sources = None if inputs is None else find_sources(captured, step, inputs)
-            return self._compile(captured, step, recapture, devices, like, sources)
+            return self._compile(captured, step, recapture_for, devices, like, sources)
 
-        stand_in_args, stand_in_kwargs = _stand_ins(args, kwargs)
+        stand_in_args, stand_in_kwargs = stand_ins(args, kwargs)
 
-        def recapture(incoming: Incoming) -> Compiled:
-            return compile_for(compiled.capture.blueprint, stand_in_args, stand_in_kwargs, incoming, like=compiled)
+        def recapture_for(base: list[Compiled]) -> Recapture:
+            """Captures other backward halves for the call that `base` will hold once it is made."""
+
+            def recapture(incoming: Incoming) -> Compiled:
+                blueprint = base[0].capture.blueprint
+                return compile_for(blueprint, stand_in_args, stand_in_kwargs, incoming, like=base[0])
+
+            return recapture
 
         with self._lock:
             # The inputs as an argument: what `recapture` holds on to, it holds for good.
@@ -185,7 +211,7 @@ class Fitted:
         self,
         captured: Capture,
         step: Step,
-        recapture: Any,
+        recapture_for: RecaptureFor,
         devices: tuple[str, ...],
         like: Compiled | None,
         sources: list[Any] | None,
@@ -195,46 +221,160 @@ class Fitted:
         The backward half of `like` for other tangents must find what the forward half of `like` left: it is decided
         about as there.
         """
-        options, path = self.options, f"fitted {type(self.model).__name__}"
+        options, chosen = self.options, policy_named(self.options.policy)
+        above_bytes = None if like is None else tight_above_bytes(like.program.step)
+        if above_bytes is not None:
+            step = tighten(step, above_bytes=above_bytes)
         # Where nothing asks for seconds or workspaces, nothing is measured.
         if options.asks_costs:
             log.info(
                 "measuring the ops of %s, for at most %g s; what was measured before is on disk",
-                path,
+                self._path,
                 options.measure_s,
             )
-            costs = measure(step, cap_s=options.measure_s)
+            costs = measure(step, cap_s=options.measure_s, ways=chosen.asks_ways)
         else:
             costs = free_of_charge(step, tiers=TIERS)
-        if policy_named(options.policy).asks_densities and sources is not None:
+        if chosen.asks_densities and sources is not None:
             looked = look_at(step, sources, opaque=captured.opaque, devices=devices)
             costs = replace(costs, densities=looked.densities, unforeseen=looked.unforeseen)
-        decisions = None if like is None else _decisions_as_in(like, step)
-        planned = runnable_plan(
+        if like is None:
+            planned, costs = self._plan_or_tighten(step, costs)
+        else:
+            planned = runnable_plan(
+                step,
+                costs.picking(ways_as_in(like, step, costs)),
+                policy=options.policy,
+                budget=options.budget,
+                decisions=decisions_as_in(like, step),
+                allow_lossy=options.allow_lossy,
+            )
+        return self._make(captured, recapture_for, devices, Revision(planned, costs))
+
+    def _plan_or_tighten(self, step: Step, costs: Costs) -> tuple[Planned, Costs]:
+        """A plan that fits, and its costs; where there is none, ops that hold less are measured and planned with too.
+
+        They are seldom needed, and measuring them takes time.
+        """
+        options = self.options
+        try:
+            return self._plan(step, costs, options.budget), costs
+        except DoesNotFit:
+            tight = tighten(step) if policy_named(options.policy).asks_ways else step
+            if tight is step:
+                raise
+        log.info("nothing fits yet: measuring ops of %s that hold less", self._path)
+        found = measure(step, cap_s=options.measure_s, ways=True, also=[tight])
+        costs = replace(found, densities=costs.densities, unforeseen=costs.unforeseen)
+        return self._plan(step, costs, options.budget), costs
+
+    def _plan(self, step: Step, costs: Costs, budget: Budget | None) -> Planned:
+        """A plan that fits the budget, from disk if one is there."""
+        options = self.options
+        planned = cached_plan(
             step,
             costs,
             policy=options.policy,
-            budget=options.budget,
-            decisions=decisions,
+            budget=budget,
             allow_lossy=options.allow_lossy,
+            progress=functools.partial(log.info, "planning %s: %s", self._path),
         )
-        program, timeline = planned.program, planned.simulated
-        for tier, away_bytes in most_bytes_away(program).items():
-            TIERS[tier].reserve(away_bytes)  # before the plan is accepted: it raises if there is no room
-            if options.debug and isinstance(disk := TIERS[tier], DiskTier):
-                disk.configure(replace(disk.settings, checksums=True))
-        compiled = Compiled(replace(captured, step=program.step), program, recapture, devices, path, tiers=TIERS)
+        if budget is not None:
+            planned.require_fit()
+        return planned
+
+    def _make(
+        self, captured: Capture, recapture_for: RecaptureFor, devices: tuple[str, ...], revision: Revision
+    ) -> Compiled:
+        """Make the plan's program runnable, and have its first steps watched."""
+        options, planned = self.options, revision.planned
+        program = planned.program
+        self._reserve(program)
+        made: list[Compiled] = []
+        compiled = Compiled(
+            replace(captured, step=program.step), program, recapture_for(made), devices, self._path, tiers=TIERS
+        )
+        made.append(compiled)
         compiled.planned = planned
         if options.asks_costs:
-            feedback = Feedback(timeline, costs, path)
-            compiled.feedback, compiled.watch, compiled.observe = feedback, feedback.watch, feedback.observe
-        if options.debug:
-            compiled.observe = functools.partial(self._observe, compiled)
+            feedback = Feedback(
+                planned.simulated,
+                planned.costs,
+                self._path,
+                budget_bytes=None if options.budget is None else planned.budget_bytes,
+                reads_growth=devices == ("cpu",),
+                strict=options.strict,
+            )
+            feedback.plan_again = functools.partial(self._plan_again, captured, recapture_for, devices, revision)
+            compiled.feedback, compiled.watch = feedback, feedback.watch
+        compiled.observe = functools.partial(self._observe, compiled)
         return compiled
 
-    def _observe(self, compiled: Compiled, sources: list[Any]) -> LiveBytes:
-        self.observed = LiveBytes(compiled.ledger, sources)
-        return self.observed
+    def _reserve(self, program: Program) -> None:
+        """Make room on the tiers before a plan is accepted; raises if there is none."""
+        for tier, away_bytes in most_bytes_away(program).items():
+            TIERS[tier].reserve(away_bytes)
+            if self.options.debug and isinstance(disk := TIERS[tier], DiskTier):
+                disk.configure(replace(disk.settings, checksums=True))
+
+    def _revised(self, key: Any, compiled: Compiled) -> Compiled:
+        """The call planned again after a step that needed more than the budget; the same one if that is no use.
+
+        Backward passes that are still to come hold on to the call they belong to.
+        """
+        with self._lock:
+            kept, feedback = self._compiled.get(key, []), compiled.feedback
+            assert feedback is not None and feedback.plan_again is not None
+            excess = feedback.excess
+            if excess is None:  # another thread was here first
+                same = (c for c in kept if c.capture.blueprint is compiled.capture.blueprint)
+                return next(same, compiled)
+            if self.options.strict:
+                raise_excess(excess, self._path)
+            feedback.accept()
+            revised = feedback.plan_again(excess)
+            if revised is None:
+                return compiled
+            self.num_revisions += 1
+            self._compiled[key] = [revised if other is compiled else other for other in kept]
+            return revised
+
+    def _plan_again(
+        self,
+        captured: Capture,
+        recapture_for: RecaptureFor,
+        devices: tuple[str, ...],
+        revision: Revision,
+        excess: Excess,
+    ) -> Compiled | None:
+        """Plan within the budget once more, knowing what the excess tells; None if that gives no other plan."""
+        before = revision.planned
+
+        def plan_within(costs: Costs, num_bytes: int) -> Planned:
+            # In bytes, also where the budget is a share: of what the keep plan needed by the first costs.
+            planned = self._plan(before.step, costs, Budget(num_bytes=num_bytes))
+            self._reserve(planned.program)
+            return replace(planned, budget=before.budget, budget_bytes=before.budget_bytes)
+
+        revised = revise(revision, excess, self._path, plan_within=plan_within)
+        return None if revised is None else self._make(captured, recapture_for, devices, revised)
+
+    @property
+    def _path(self) -> str:
+        return f"fitted {type(self.model).__name__}"
+
+    def _observe(self, compiled: Compiled, sources: list[Any]) -> Observer | None:
+        """Who is to be told of every instruction of this call, if anybody is."""
+        told: list[Observer] = []
+        if self.options.debug:
+            self.observed = LiveBytes(compiled.ledger, sources)
+            told.append(self.observed)
+        feedback = compiled.feedback
+        if feedback is not None and feedback.wants_observation:
+            _ = compiled.observed_code  # made now: what it takes would be blamed on the first op
+            transients = feedback.observe(sources)
+            told += [] if transients is None else [transients]
+        return None if not told else told[0] if len(told) == 1 else functools.partial(_tell_all, told)
 
     def _remember(self, key: Any, compiled: Compiled) -> None:
         kept = self._compiled.pop(key, [])
@@ -252,33 +392,6 @@ class Fitted:
         self._newest = compiled
 
 
-def _decisions_as_in(like: Compiled, step: Step) -> dict[int, Decision]:
-    """The same decisions for a step whose forward half is the same: storages are known by their first value's name."""
-    assert like.planned is not None and like.planned.plan is not None
-    plan = like.planned.plan
-    codes = encode_step(plan.step, plan.decisions).codes
-    made = {
-        s: replace(d, as_in=codes[s]) if isinstance(d, Encode | EncodeThenOffload) else d
-        for s, d in plan.decisions.items()
-    }
-    by_name = {plan.step.values[plan.step.storage[s].values[0]].name: d for s, d in made.items()}
-    names = {storage.id: step.values[storage.values[0]].name for storage in step.storages}
-    return {storage: by_name[name] for storage, name in names.items() if name in by_name}
-
-
-def _stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The call's arguments with floating-point tensors replaced by fakes, so that keeping them keeps no bytes.
-
-    Small integer tensors are copied: the model may branch on their values.
-    """
-    tensors, skeleton = take_apart((args, kwargs))
-    kept: list[torch.Tensor] = []
-    for tensor in tensors:
-        with torch.no_grad():
-            if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > 1 << 20:
-                with fake_mode():
-                    fresh = Layout.of(tensor).fake().detach()
-            else:
-                fresh = tensor.detach().clone()
-        kept.append(fresh.requires_grad_(tensor.requires_grad))
-    return put_together(skeleton, kept)
+def _tell_all(told: list[Observer], number: int, made: Mapping[int, torch.Tensor] | None = None) -> None:
+    for observer in told:
+        observer(number, made)

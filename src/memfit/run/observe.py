@@ -10,7 +10,7 @@ from memfit.capture.step import Kind, Origin
 from memfit.errors import MemfitError
 from memfit.plan.ledger import KINDS, Ledger
 from memfit.plan.program import Free, Give, Program, Run
-from memfit.resident import high_water_bytes, reset_high_water, resident_bytes
+from memfit.resident import high_water_bytes, reset_high_water, resident_bytes, trim
 from memfit.torch_internals import StorageWatch
 
 # A caller may hold what it gave and what it is given longer or shorter than the ledger says.
@@ -86,21 +86,43 @@ class LiveBytes:
 
 
 class Transients:
-    """An observer that reads how far the resident set rises above operands and results inside each op.
+    """An observer that reads how far the resident set rises: in the step, and above operands and results in each op.
 
-    Memory that malloc holds in reserve is already resident, so what it finds can be too little, never too much.
+    What malloc holds in reserve is given back before each op, so it is the step's own growth. Where malloc
+    keeps some all the same (in the middle of a page), that is resident already: what is found of an op can be too
+    little, never too much.
+
+    Attributes:
+        growth_bytes: the most that was resident above what was there when it was made.
     """
 
     def __init__(self, program: Program, tell: Callable[[int, int], None]) -> None:
         self._program = program
         self._tell = tell
+        self.growth_bytes = 0
+        trim()
         reset_high_water()
-        self._before_bytes = resident_bytes()
+        self._begin_bytes = self._before_bytes = resident_bytes()
 
-    def __call__(self, number: int, made: Mapping[int, torch.Tensor] | None = None) -> None:
+    def __call__(self, number: int, made: Mapping[int, torch.Tensor | None] | None = None) -> None:
+        high_bytes = self.look()
         instruction = self._program.instructions[number]
         if isinstance(instruction, Run):
-            fresh = sum(tensor.untyped_storage().nbytes() for tensor in (made or {}).values())
-            self._tell(instruction.op, high_water_bytes() - self._before_bytes - fresh)
+            # Of several results some may be None, such as the gradient of an input that needs none.
+            fresh = sum(tensor.untyped_storage().nbytes() for tensor in (made or {}).values() if tensor is not None)
+            self._tell(instruction.op, high_bytes - self._before_bytes - fresh)
+        following = self._program.instructions[number + 1 : number + 2]
+        if any(isinstance(instruction, Run) for instruction in following):  # before an op: giving back takes time
+            self.go_on()
+
+    def look(self) -> int:
+        """What the process had resident at most since it last went on; the step's growth takes note of it."""
+        high_bytes = high_water_bytes()
+        self.growth_bytes = max(self.growth_bytes, high_bytes - self._begin_bytes)
+        return high_bytes
+
+    def go_on(self) -> None:
+        """Begin with the next op: what happened before is not its doing."""
+        trim()
         reset_high_water()
         self._before_bytes = resident_bytes()

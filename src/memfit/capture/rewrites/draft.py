@@ -109,6 +109,11 @@ class Draft:
                 yield index, op
 
 
+def touched_bytes(step: Step, op: Op) -> int:
+    """Bytes of all storages that the op reads and makes."""
+    return sum(step.storage_bytes[s] for s in {step.values[value].storage for value in (*op.reads(), *op.made)})
+
+
 def with_operand(op: Op, name: str, operand: Any) -> Op:
     """The op with one argument, named as in the schema, replaced."""
     from memfit.torch_internals import argument_names

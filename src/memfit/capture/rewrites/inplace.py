@@ -52,15 +52,16 @@ _SOFTMAX_FORMS = {
 
 def reuse_operands(step: Step, proofs: Proofs) -> Step:
     """Overwrite dying operands of elementwise ops."""
-    return _overwrite(step, _FORMS, lambda op, step: _elementwise_holds(op, step, proofs))
+    return overwrite(step, _FORMS, lambda op, step: _elementwise_holds(op, step, proofs))
 
 
 def softmax_in_place(step: Step, proofs: Proofs) -> Step:
     """Overwrite the logits with their (log-)softmax, and its tangent with the gradient of the logits."""
-    return _overwrite(step, _SOFTMAX_FORMS, lambda op, step: _softmax_holds(op, step, proofs))
+    return overwrite(step, _SOFTMAX_FORMS, lambda op, step: _softmax_holds(op, step, proofs))
 
 
-def _overwrite(step: Step, forms: dict[str, Form], holds: Callable[[Op, Step], bool]) -> Step:
+def overwrite(step: Step, forms: dict[str, Form], holds: Callable[[Op, Step], bool]) -> Step:
+    """Write the first result of such ops over their first operand wherever it dies there and the form holds."""
     draft = Draft(step)
     last_touch: dict[int, int] = {}
     for index, op in enumerate(step.ops):

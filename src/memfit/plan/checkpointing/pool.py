@@ -13,9 +13,7 @@ from memfit.capture.step import Step
 from memfit.cost.costs import Costs
 from memfit.plan.decisions import Decision, Decisions
 from memfit.plan.evaluate import Evaluator
-from memfit.plan.lower import lower_states
 from memfit.plan.problem import Problem
-from memfit.plan.simulate import simulate
 
 
 def remembered(build: Callable[[Step, Costs], Pool]) -> Callable[[Step, Costs], Pool]:
@@ -55,13 +53,8 @@ class Pool:
 
     def add(self, decisions: Decisions) -> Entry:
         """Evaluate the decisions and take them in."""
-        states = self.problem.states(decisions)
-        if min(states, default=0) < 0:  # the native evaluator recomputes once only
-            timeline = simulate(lower_states(self.problem, states), self.problem.costs)
-            entry = Entry(dict(decisions), timeline.peak_bytes, timeline.step_ps)
-        else:
-            outcome = self.evaluator.evaluate(states)
-            entry = Entry(dict(decisions), outcome.peak_bytes, outcome.step_ps)
+        outcome = self.evaluator.evaluate(self.problem.states(decisions))
+        entry = Entry(dict(decisions), outcome.peak_bytes, outcome.step_ps)
         self.entries.append(entry)
         return entry
 

@@ -35,7 +35,7 @@ _COMPACTING = ("sparse", "csr")
 _LOGARITHMS = ("aten._log_softmax.default", "aten._log_softmax.out")
 
 
-def _decide(step: Step, costs: Costs, codes: tuple[str, ...], format_: str | None = None) -> Decisions:
+def _decide(step: Step, costs: Costs, codes: tuple[str, ...], format_: str | None = None) -> dict[int, Encode]:
     """Encode what has a smaller form by one of these codes, or in this format."""
     found: dict[int, Encode] = {}
     for storage in step.storages:
@@ -119,8 +119,13 @@ def gist_lossy(format_: str) -> Policy:
     )
 
 
-def _decide_lossless(step: Step, costs: Costs, budget_bytes: int | None) -> Decisions:
+def lossless_codes(step: Step, costs: Costs) -> dict[int, Encode]:
+    """The smallest lossless code of every map that has one."""
     return _decide(step, costs, CODES)
+
+
+def _decide_lossless(step: Step, costs: Costs, budget_bytes: int | None) -> Decisions:
+    return lossless_codes(step, costs)
 
 
 GIST_LOSSLESS = Policy(

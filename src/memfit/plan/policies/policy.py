@@ -12,16 +12,24 @@ from memfit.plan.decisions import Decisions
 
 @dataclass(frozen=True)
 class Decided:
-    """Decisions of a policy that also chooses how ops are computed.
+    """Decisions of a policy that also chooses how ops are computed, or knows how good they are.
 
     Attributes:
         costs: the prices by its choice of algorithms; all else of them is as it was given.
         note: which way it took, for people.
+        step: the step with further rewrites that the decisions are for; None: the one that was given.
+        room_bytes: the limit for which the program is to be laid out; None: the budget itself.
+        bound_ps: no plan of the policy's options takes less; None if it does not know.
+        certificate: why nothing fits the budget, if that is proven.
     """
 
     decisions: Decisions
     costs: Costs
     note: str = ""
+    step: Step | None = None
+    room_bytes: int | None = None
+    bound_ps: int | None = None
+    certificate: str = ""
 
 
 Decide = Callable[[Step, Costs, int | None], Decisions | Decided]
@@ -38,6 +46,8 @@ class Policy:
         is_lossy: it may choose lossy codecs, with which gradients are not eager's; of others such choices are refused.
         asks_densities: its decisions depend on how many zeros tensors have, which is then looked up in the data.
         with_format: the same policy with another format for what it stores; None if it has no such choice.
+        asks_ways: it picks among ways to compute an op, and may need forms of the step that hold less
+            (capture/rewrites/tight.py); these are then priced too.
         fills_device: without a budget it plans for all of the device's memory; others have a rule of their own.
     """
 
@@ -48,4 +58,5 @@ class Policy:
     fills_device: bool = False
     is_lossy: bool = False
     asks_densities: bool = False
+    asks_ways: bool = False
     with_format: Callable[[str], Policy] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memfit.errors import BadOption
+from memfit.plan.policies.auto import AUTO
 from memfit.plan.policies.checkpoint_search import CHECKPOINT_SEARCH
 from memfit.plan.policies.checkpoint_search_peak import CHECKPOINT_SEARCH_PEAK
 from memfit.plan.policies.gist import GIST_LOSSLESS, GIST_LOSSY
@@ -21,6 +22,7 @@ POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
         *(KEEP, NETWORK_WIDE),
+        *(AUTO,),
         *(SQRT, CHECKPOINT_SEARCH, CHECKPOINT_SEARCH_PEAK, ROTOR),
         *(VDNN_ALL, VDNN_CONV, VDNN_DYN),
         *(OVERLAP, OVERLAP_ON_DEMAND, OFFLOAD_GREEDY, OFFLOAD_DP),

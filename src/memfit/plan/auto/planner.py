@@ -1,0 +1,128 @@
+"""The best mix for a budget: searched for, held against single policies and the bound, remembered for other budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from memfit.capture.step import Step
+from memfit.cost.costs import Costs
+from memfit.plan.auto.coded import CodedStep
+from memfit.plan.auto.judged import Judged, Judgements, judge
+from memfit.plan.auto.rounding import rounded_starts
+from memfit.plan.auto.search import Effort, Search
+from memfit.plan.auto.singles import Singles
+from memfit.plan.auto.sites import Site, decisions_of, sites_of
+from memfit.plan.bound.bound import Bound, Bounds
+from memfit.plan.decisions import Decisions, Encode
+from memfit.plan.encode import encode_step
+from memfit.plan.evaluate import Evaluator
+from memfit.plan.problem import Problem
+from memfit.plan.progress import tell
+
+NEAR_ENOUGH = 0.0002
+"""Within that share of the step of what is proven best, the search ends."""
+_NUM_OFFERED = 8
+"""So many of the newest best are judged, if the newest is not what the search took it for."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What the planner found for one budget.
+
+    Attributes:
+        plan: the best plan; where none fits, the smallest.
+        bound: what is proven about all plans; None where nothing needs a proof, as everything fits.
+        num_evaluations: how many plans were tried.
+        is_cut_short: the clock ended the search, so that another run may end elsewhere.
+    """
+
+    plan: Judged
+    bound: Bound | None
+    num_evaluations: int = 0
+    is_cut_short: bool = False
+
+
+@dataclass
+class MixPlanner:
+    """Plans one step at one list of prices, for one budget after another: each profits from those before.
+
+    Attributes:
+        codes: the storages that may be encoded, and how.
+    """
+
+    step: Step
+    costs: Costs
+    codes: Mapping[int, Encode]
+    judged: Judgements = field(default_factory=Judgements)
+
+    @cached_property
+    def plain(self) -> Problem:
+        return Problem.of(self.step, self.costs)
+
+    @cached_property
+    def coded(self) -> CodedStep:
+        return CodedStep.of(self.step, self.costs, self.codes)
+
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        return sites_of(self.coded)
+
+    @cached_property
+    def keep(self) -> Judged:
+        return judge(self.step, self.costs, {}, found_by="keep", room_bytes=None)
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        return Bounds(self.step, self.costs, self.codes)
+
+    @cached_property
+    def _singles(self) -> Singles:
+        return Singles(self.step, self.costs)
+
+    def plan(self, budget_bytes: int, effort: Effort) -> Mix:
+        """The best mix within the budget."""
+        if self.keep.peak_bytes <= budget_bytes:
+            tell("everything fits: nothing to do")
+            return Mix(self.keep, None)
+        search = Search(self.plain, self.coded, self.sites, budget_bytes, effort=effort)
+        for known in self.judged.plans:
+            search.offer_decisions(known.decisions, f"the plan of a budget of {known.room_bytes} bytes")
+        search.begin()
+        search.descend()
+        tell("how good a plan can be")
+        bound = self.bounds.at(budget_bytes)
+        if bound.over_ps is not None:
+            search.target_ps = bound.keep_ps + bound.over_ps + int(NEAR_ENOUGH * bound.keep_ps)
+            for moves in rounded_starts(self.sites, bound.shares, self.plain.tiers):
+                search.offer(moves, "rounding")
+            search.descend()
+            search.relieve()
+            for single in self._singles.plans(budget_bytes, lambda: search.best[1] if search.fits else None):
+                self.judged.add(single)
+                search.offer_decisions(single.decisions, single.found_by)
+            search.descend()
+        search.anneal()
+        search.search_windows()
+        self._take(search, budget_bytes)
+        best = self.judged.best(budget_bytes) or self.judged.smallest()
+        assert best is not None
+        return Mix(best, bound, search.num_evaluations, search.is_cut_short)
+
+    def _take(self, search: Search, budget_bytes: int) -> None:
+        """Judge what the search found; should that not fit after all, what it had found before."""
+        for moves in reversed(search.history[-_NUM_OFFERED:]):
+            found = self._judged(decisions_of(self.sites, moves), budget_bytes)
+            self.judged.add(found)
+            if found.peak_bytes <= budget_bytes:
+                return
+
+    def _judged(self, decisions: Decisions, budget_bytes: int) -> Judged:
+        """The plan in the ways that are fastest with it."""
+        encoded = encode_step(self.step, decisions)
+        problem = Problem.of(encoded.step, self.costs)
+        ways = Evaluator.of(problem).ways(problem.states(encoded.decisions), budget_bytes)
+        number = {op.outputs: index for index, op in enumerate(self.step.ops)}
+        picked = {number[encoded.step.ops[op].outputs]: way for op, way in ways.items()}
+        return judge(self.step, self.costs, decisions, found_by="auto", room_bytes=budget_bytes, picked=picked)

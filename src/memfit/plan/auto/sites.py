@@ -1,0 +1,92 @@
+"""What can be decided: the storages that are large enough to matter, and what may become of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memfit.plan.auto.coded import CodedStep
+from memfit.plan.decisions import Decision, Encode, EncodeThenOffload, Keep, Offload, Recompute
+from memfit.plan.problem import AWAY, DROP, KEEP
+
+_LEAST_SHARE = 1e-4
+"""Smaller storages are left as they are by default: all statistics and counters together are less than a per cent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One thing that may become of a storage.
+
+    Attributes:
+        state: of the storage itself (plan/problem.py).
+        code_state: of its code; None where it is not encoded.
+        decision: the same in words.
+    """
+
+    state: int
+    code_state: int | None
+    decision: Decision
+
+    @property
+    def is_coded(self) -> bool:
+        return self.code_state is not None
+
+
+@dataclass(frozen=True)
+class Site:
+    """A storage with its moves; the first is what happens to it unless somebody decides."""
+
+    storage: int
+    num_bytes: int
+    moves: tuple[Move, ...]
+    is_read: bool  # by backward
+    maker: int
+
+    def number(self, decision: Decision | None) -> int | None:
+        """The number of the move that a decision asks for, however it is timed; None if there is none."""
+        match decision:
+            case None:
+                return 0
+            case Recompute():
+                decision = Recompute()
+            case Offload(tier):
+                decision = Offload(tier)
+        return next((n for n, move in enumerate(self.moves) if move.decision == decision), None)
+
+
+def sites_of(coded: CodedStep) -> tuple[Site, ...]:
+    """The storages to decide about, in the order they are made."""
+    problem, step = coded.problem, coded.step
+    reruns, owned = problem.reruns, [s for s in problem.reruns.owned if s not in coded.owner_of]
+    least = _LEAST_SHARE * sum(step.storage_bytes[s] for s in owned)
+    found = []
+    for storage in owned:
+        known = step.storage[storage]
+        if known.bytes < least or known.bytes == 0:
+            continue
+        is_read = known.first_backward is not None
+        is_recomputable = storage in reruns.recomputable
+        moves = [Move(KEEP, None, Keep())]
+        if is_recomputable:
+            moves.insert(0 if not is_read else 1, Move(DROP, None, Recompute()))
+        if (is_read or is_recomputable) and not reruns.why_not_offload(storage):
+            moves += [Move(AWAY + n, None, Offload(tier)) for n, tier in enumerate(problem.tiers)]
+        if storage in coded.codes:
+            codec = coded.codes[storage].codec
+            rest = DROP if is_recomputable else KEEP
+            moves.append(Move(rest, KEEP, Encode(codec)))
+            moves += [Move(rest, AWAY + n, EncodeThenOffload(codec, tier)) for n, tier in enumerate(problem.tiers)]
+        if len(moves) > 1:
+            assert known.maker is not None
+            found.append(Site(storage, known.bytes, tuple(moves), is_read, known.maker))
+    return tuple(sorted(found, key=lambda site: (site.maker, site.storage)))
+
+
+def decisions_of(sites: tuple[Site, ...], moves: tuple[int, ...] | list[int]) -> dict[int, Decision]:
+    """What is decided, for those about whom something is."""
+    return {site.storage: site.moves[n].decision for site, n in zip(sites, moves, strict=True) if n}
+
+
+def moves_of(sites: tuple[Site, ...], decisions: Mapping[int, Decision]) -> list[int]:
+    """The nearest that the search can express: moments of transfers and when copies are held are left out."""
+    return [site.number(decisions.get(site.storage)) or 0 for site in sites]

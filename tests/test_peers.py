@@ -1,0 +1,424 @@
+"""Peers at equal measured peak: their chains, their settings, the choice between these, and the verdicts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equivalence import seeded
+from torch import nn
+
+from memfit import zoo
+from memfit.capture.step import Step
+from memfit.cost.costs import Costs, Link
+from memfit.cost.devices import device
+from memfit.cost.roofline import roofline
+from memfit.errors import BadOption, MemfitError
+from memfit.plan.policies.registry import POLICIES
+from memfit.report import peers_process, peers_worker
+from memfit.report.peers import ALL, Contest, Row
+from memfit.report.peers_chain import checkpoint_blocks, checkpoint_segments, stages_of
+from memfit.report.peers_planning import Search
+from memfit.report.peers_process import ArmFailed, Case, Workers
+from memfit.report.peers_setting import MEMORY_BUDGETS, PEERS, Setting, fixed_settings
+from memfit.report.peers_trial import Trial, try_out
+from memfit.report.peers_verdict import verdicts
+from memfit.report.step_module import TrainingStep
+
+MIB = 2**20
+SMALL = {
+    "vgg16_bn": ({"widths": (4, 4, 4, 4, 4), "hidden": 8, "num_classes": 3}, 32),
+    "resnet50": ({"width": 4, "num_classes": 3}, 32),
+    "densenet121": ({"blocks": (2, 2), "growth": 4, "stem_channels": 8, "num_classes": 3}, 32),
+    "unet": ({"width": 4}, 16),
+    "gpt2": ({"num_layers": 3, "width": 8, "num_heads": 2, "vocab_size": 11, "context": 8}, 8),
+}
+NETWORK = """
+import torch
+from torch import nn
+
+def plain():
+    layers = [module for _ in range(6) for module in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh())]
+    return nn.Sequential(*layers), torch.randn(512, 64)
+
+def dropping():
+    layers = [module for _ in range(6) for module in (nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh())]
+    return nn.Sequential(*layers), torch.randn(512, 64)
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+def own():
+    return Own(), torch.randn(2, 4)
+"""
+
+
+@pytest.fixture
+def networks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Small networks to name; what their ops cost is not measured."""
+
+    def prices(step: Step, **_: Any) -> Costs:
+        link = Link("disk", "disk", "disk", 100e9, 100e9)
+        return replace(roofline(step, device("titan-x"), workspace="none"), links={"disk": link})
+
+    monkeypatch.setattr("memfit.run.fitted.measure", prices)
+    (tmp_path / "peer_networks.py").write_text(NETWORK)
+    monkeypatch.chdir(tmp_path)
+
+
+def small(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    options, image = SMALL[name]
+    model = seeded(lambda: zoo.build(name, device="cpu", **options))
+    if name == "gpt2":
+        return model, (torch.arange(2 * image).reshape(2, image) % 11,)
+    return model, (seeded(lambda: torch.randn(2, 1 if name == "unet" else 3, image, image)),)
+
+
+def gradients(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    output = model(*inputs)
+    output.square().mean().backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(found) == len(list(model.parameters()))
+    return [output.detach(), *found]
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("wrap", [lambda m: checkpoint_segments(m, 3), lambda m: checkpoint_blocks(m, 4)])
+def test_checkpointed_chains_are_the_network(name: str, wrap: Callable[[nn.Module], None]) -> None:
+    model, inputs = small(name)
+    chained = copy.deepcopy(model)
+    wrap(chained)
+    expected, found = gradients(model, inputs), gradients(chained, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert torch.equal(expected[0], found[0])
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in chained.named_parameters()]
+
+
+def test_checkpoint_holds_less_between_the_halves() -> None:
+    model, inputs = small("resnet50")
+
+    def saved_bytes(model: nn.Module) -> int:
+        kept: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = model(*inputs)
+        assert output.requires_grad
+        return sum(kept.values())
+
+    by_block, by_segment = copy.deepcopy(model), copy.deepcopy(model)
+    checkpoint_blocks(by_block, 17)
+    checkpoint_segments(by_segment, 3)
+    assert saved_bytes(by_block) < 0.5 * saved_bytes(model)
+    assert saved_bytes(by_segment) < 0.8 * saved_bytes(model)
+
+
+def test_chains_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(BadOption, match="no chain of blocks is known for Linear"):
+        stages_of(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    with pytest.raises(BadOption, match="3 segments: Sequential has 2 stages to divide"):
+        checkpoint_segments(model, 3)
+    with pytest.raises(BadOption, match="3 blocks: Sequential has 2 stages"):
+        checkpoint_blocks(model, 3)
+
+
+def test_settings_of_every_peer() -> None:
+    step = TrainingStep(small("resnet50")[0])
+    assert len(stages_of(step.model)) == 18
+    found = {name: [str(s) for s in fixed_settings(peer, step, (0.5, 1.0, 0.5))] for name, peer in PEERS.items()}
+    assert found["checkpoint"][:2] == ["2 segments", "3 segments"]
+    assert found["checkpoint"][-1] == "each of the first 17 blocks"
+    assert found["compile-inductor"] == ["memory budget 1", "memory budget 0.5"]
+    assert found["rotor"] == found["auto"] == [] and found["gist-lossless"] == [""]
+    for peer in PEERS.values():
+        for setting in fixed_settings(peer, step, (0.5,)):
+            assert Setting.from_dict(setting.to_dict()) == setting
+    assert str(Setting("auto", budget_bytes=1234567)) == "budget 1,234,567 bytes"
+
+
+def test_a_policy_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(POLICIES, "auto")
+    with pytest.raises(MemfitError, match=r"no policy 'auto' in this memfit\. Known policies: keep"):
+        Setting("auto", budget_bytes=10**9).options
+    with pytest.raises(MemfitError, match="no policy 'auto'"):
+        Search("auto", "vgg16", batch=1, image=32, seed=0)
+
+
+@pytest.mark.parametrize("setting", [Setting("gist-lossless"), Setting("rotor", budget_bytes=10**9), Setting("eager")])
+def test_ours_and_eager_are_exact(setting: Setting, networks: None) -> None:
+    found = try_out(setting, "peer_networks:plain", batch=None, image=None, steps=2, seed=0)
+    assert found.exact and found.different == () and found.gradient_error is None
+    assert found.num_steps >= 3 and found.num_timed >= 2
+    assert 0 < found.time_ratio_low <= found.time_ratio <= found.time_ratio_high
+    assert Trial.from_dict(found.to_dict()) == found
+
+
+def test_checkpoint_updates_running_statistics_twice(networks: None) -> None:
+    found = try_out(Setting("checkpoint", num_blocks=9), "peer_networks:plain", batch=None, image=None, steps=1, seed=0)
+    assert found.different == ("buffer",) and "running_mean" in str(found.first_difference)
+    assert found.gradient_error is None
+
+
+def test_the_memory_budget_of_torch_is_wrong_under_dropout(networks: None) -> None:
+    chosen = Setting("compile-aot-eager", memory_budget=0.0)
+    found = try_out(chosen, "peer_networks:dropping", batch=None, image=None, steps=1, seed=0)
+    assert not found.exact and "gradient" in found.different and "loss" not in found.different
+    assert found.gradient_error is not None and found.gradient_error["relative_norm"] > 0.1
+    # The same forward pass without a budget has other gradients: so it is not merely another draw.
+    assert found.own_loss_is_same is True
+    assert found.own_gradient_error is not None and found.own_gradient_error["relative_norm"] > 0.1
+    assert try_out(
+        replace(chosen, memory_budget=1.0), "peer_networks:dropping", batch=None, image=None, steps=1, seed=0
+    ).exact
+
+
+def test_budgets_are_lowered_until_activations_are_within(networks: None) -> None:
+    search = Search("rotor", "peer_networks:plain", batch=None, image=None, seed=0)
+    ample = search.budget_for(64 * MIB)
+    assert ample.misfit == "" and ample.predicted_ratio == pytest.approx(1.0, abs=0.01)
+    within = int(0.75 * ample.activation_bytes) + 2 * MIB
+    found = search.budget_for(within)
+    assert found.misfit == "" and found.activation_bytes <= within < ample.activation_bytes + 2 * MIB
+    assert found.base_bytes < found.budget_bytes < ample.budget_bytes
+    none = search.budget_for(1)
+    assert "policy 'rotor' needs" in none.misfit
+    assert none.activation_bytes < found.activation_bytes
+    smallest = search.smallest()
+    assert smallest.proven_bytes <= smallest.budget_bytes <= none.budget_bytes
+    assert "no plan needs less" in smallest.proof and " MiB" in smallest.reason
+    assert 0 < smallest.activation_bytes <= smallest.keep_activation_bytes
+
+
+# -- The choice among settings, on made-up measurements ---------------------------------------------------------------
+
+
+def trial(ratio: float = 1.0, **changes: Any) -> Trial:
+    one = Trial(ratio, ratio - 0.01, ratio + 0.01, ratio, 1.0, 5, 7, (), None, None)
+    return replace(one, **changes)
+
+
+class MadeUp(Workers):
+    """Answers from a table: activations in MiB and time ratio, by the title of the setting."""
+
+    table: dict[tuple[str, str], tuple[float, float]]
+    asked: list[tuple[str, str, str]]
+
+    def __init__(self, table: dict[tuple[str, str], tuple[float, float]]) -> None:
+        super().__init__()
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "asked", [])
+
+    def ask(self, task: str, case: Case, **request: Any) -> dict[str, Any]:
+        if task == "smallest":
+            raise ArmFailed("no floor today")
+        if task == "budget":
+            self.asked.append((task, request["policy"], str(request["target_bytes"])))
+            return {"budget_bytes": request["target_bytes"] + 1000 * MIB, "base_bytes": 500 * MIB, "misfit": ""}
+        setting = Setting.from_dict(request["setting"])
+        self.asked.append((task, setting.peer, str(setting)))
+        if (setting.peer, str(setting)) not in self.table:
+            raise ArmFailed("InvalidCxxCompiler: no compiler here")
+        size, ratio = self.table[setting.peer, str(setting)]
+        if task == "trial":
+            return trial(ratio).to_dict()
+        return {
+            "peak_bytes": int(size * MIB) + 10 * MIB,
+            "activation_peak_bytes": int(size * MIB),
+            "pinned_step_s": 2 * ratio,
+        }
+
+
+def contest(table: dict[tuple[str, str], tuple[float, float]], **options: Any) -> tuple[Contest, MadeUp]:
+    workers = MadeUp({("eager", ""): (100, 1.0), **table})
+    return Contest(Case("resnet50", 8, 64), workers, **options), workers
+
+
+def only(found: Contest, peer: str, share: float = 0.5) -> Row:
+    (row,) = (row for row in found.compare([PEERS["eager"], PEERS[peer]], [share]).rows if row.peer == peer)
+    return row
+
+
+def test_the_fastest_setting_within_the_target_is_taken() -> None:
+    sizes = {"2 segments": (60, 1.2), "3 segments": (50, 1.3), "4 segments": (45, 1.28), "6 segments": (40, 1.29)}
+    found, workers = contest({("checkpoint", title): figures for title, figures in sizes.items()})
+    row = only(found, "checkpoint")
+    assert row.within and str(row.setting) == "4 segments" and row.time_ratio == 1.28
+    assert row.activation_share == 0.45 and row.target_bytes == 50 * MIB and row.exact
+    # Others could not be measured: that is said, and stops nobody.
+    assert any("no compiler here" in peak.failure for peak in row.tried)
+    timed = [title for task, peer, title in workers.asked if (task, peer) == ("trial", "checkpoint")]
+    assert timed == ["4 segments", "6 segments"]
+
+
+def test_without_a_setting_within_the_target_the_smallest_is_shown() -> None:
+    row = only(
+        contest({("checkpoint", "2 segments"): (60, 1.2), ("checkpoint", "3 segments"): (55, 1.3)})[0], "checkpoint"
+    )
+    assert not row.within and str(row.setting) == "3 segments" and row.time_ratio == 1.3
+    assert row.note == "no setting is within the target: this is its smallest"
+
+
+def test_a_peer_that_cannot_be_measured_is_a_row_with_the_reason() -> None:
+    row = only(contest({})[0], "compile-inductor")
+    assert row.setting is None and row.trial is None and not row.within and row.exact is None
+    assert row.note == "InvalidCxxCompiler: no compiler here"
+    (failed,) = Contest(Case("resnet50", 8, 64), MadeUp({})).compare([PEERS["checkpoint"]], [0.5]).rows
+    assert failed.peer == "eager" and "no compiler here" in failed.note
+
+
+def test_memory_budgets_are_bisected_or_all_tried() -> None:
+    table = {("compile-aot-eager", f"memory budget {b:g}"): (100 * b, 1.5 - b / 2) for b in MEMORY_BUDGETS}
+    row = only(contest(table)[0], "compile-aot-eager")
+    assert str(row.setting) == "memory budget 0.5"
+    assert [peak.setting.memory_budget for peak in row.tried] == [0.5, 1.0, 0.7]
+    row = only(contest(table, sweep=ALL)[0], "compile-aot-eager", share=0.4)
+    assert str(row.setting) == "memory budget 0.35" and len(row.tried) == 5
+
+
+def test_budgets_are_lowered_by_what_was_measured_too_much() -> None:
+    def budget(target_mib: int) -> str:
+        return str(Setting("rotor", budget_bytes=(target_mib + 1000) * MIB))
+
+    found, workers = contest({("rotor", budget(50)): (53, 1.1), ("rotor", budget(46)): (49, 1.2)})
+    row = only(found, "rotor")
+    assert row.within and row.within_budget and row.time_ratio == 1.2 and len(row.tried) == 2
+    assert [target for task, _, target in workers.asked if task == "budget"] == [str(50 * MIB), str(46 * MIB)]
+
+
+def test_each_setting_is_measured_once_for_all_shares() -> None:
+    found, workers = contest({("gist-lossless", ""): (55, 1.05)})
+    rows = found.compare([PEERS["gist-lossless"]], [0.6, 0.5]).rows
+    assert [(row.share, row.within) for row in rows] == [(1.0, True), (0.6, True), (0.5, False)]
+    assert len(workers.asked) == len(set(workers.asked)) == 4
+
+
+def test_the_smallest_budget_is_asked_for_where_auto_is_among_them() -> None:
+    found, _ = contest({})
+    assert found.compare([PEERS["rotor"]], [0.5]).smallest_failure == ""
+    assert found.compare([PEERS["auto"]], [0.5]).smallest_failure == "no floor today"
+
+
+# -- Verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def row(peer: str, ratio: float | None = 1.05, **changes: Any) -> Row:
+    one = Row(
+        *("resnet50", 8, 224, 0.5, 50 * MIB, 100 * MIB, peer, peer in ("auto", "rotor")),
+        setting=Setting(peer),
+        peak_bytes=60 * MIB,
+        activation_peak_bytes=48 * MIB,
+        within=True,
+        trial=None if ratio is None else trial(ratio),
+    )
+    return replace(one, **changes)
+
+
+def test_verdict_of_rows_that_hold() -> None:
+    wrong = row("compile-aot-eager", 1.2, trial=trial(1.2, different=("gradient",)))
+    (found,) = verdicts(
+        [row("eager", 1.0), row("auto"), row("rotor", 1.1), row("gist-lossless", 0.9, within=False), wrong]
+    )
+    assert found.holds and found.exact and found.within_budget and found.fast_enough and found.fastest
+    assert found.not_within == ("gist-lossless",) and found.inexact == ("compile-aot-eager",)
+    assert found.beaten_by == found.failed == ()
+    assert found.to_dict()["holds"] is True
+
+
+@pytest.mark.parametrize(
+    ("auto", "broken"),
+    [
+        (row("auto", trial=trial(1.05, different=("buffer",))), "exact"),
+        (row("auto", within=False), "within_budget"),
+        (row("auto", within_budget=False), "within_budget"),
+        (row("auto", 1.101), "fast_enough"),
+        (row("auto", 1.0951), "fastest"),
+    ],
+)
+def test_verdict_of_each_promise_that_is_broken(auto: Row, broken: str) -> None:
+    (found,) = verdicts([row("rotor", 1.095 if broken == "fastest" else 1.2), auto])
+    promises = ("exact", "within_budget", "fast_enough", "fastest")
+    assert not found.holds and getattr(found, broken) is False
+    others = [name for name in promises if name not in (broken, "fastest" if not auto.within else broken)]
+    assert all(getattr(found, name) for name in others)
+
+
+def test_verdict_names_who_was_faster_and_whether_it_may_be_noise() -> None:
+    (found,) = verdicts([row("auto", 1.05), row("rotor", 1.045), row("checkpoint", 1.0), row("overlap", None)])
+    assert found.beaten_by == ("rotor", "checkpoint") and found.within_noise == ("rotor",)
+    assert found.failed == ("overlap",) and found.fastest is False
+
+
+def test_verdict_where_auto_could_not_be_measured() -> None:
+    (found,) = verdicts([row("auto", None, within=False, note="no policy 'auto'"), row("rotor", 1.1)])
+    assert (found.exact, found.within_budget, found.fast_enough, found.fastest) == (None, None, None, None)
+    assert not found.holds and found.note == "no policy 'auto'"
+    assert verdicts([row("rotor")]) == []
+
+
+def test_verdicts_compare_within_a_network_and_a_share() -> None:
+    rows = [row("auto"), row("rotor", 0.9, share=0.4), row("checkpoint", 0.9, network="unet")]
+    assert verdicts(rows)[0].beaten_by == ()
+
+
+# -- Processes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_peak_comes_from_a_process_of_its_own(networks: None) -> None:
+    found = Workers(threads=1).ask("peak", Case("peer_networks:plain"), setting=Setting("eager").to_dict())
+    # 18 layers of 512 x 64 floats, of which each but the linear ones' results is kept, and their gradients.
+    assert 1 * MIB < found["activation_peak_bytes"] <= found["peak_bytes"] < 16 * MIB
+    assert found["pinned_step_s"] > 0
+
+
+@pytest.mark.parametrize(("whole", "forward", "least"), [(1000, 300, 1000 - 20 * 4), (500, 490, 490)])
+def test_gradients_that_come_all_at_once_are_taken_off(
+    whole: int, forward: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = TrainingStep(nn.Linear(4, 4))
+    call = ((torch.ones(2, 4),), {}, ())
+    growths = iter((whole, forward))
+
+    def growth_bytes(run: Callable[[], object]) -> int:
+        run()
+        return next(growths)
+
+    monkeypatch.setattr(peers_worker, "growth_bytes", growth_bytes)
+    assert peers_worker._least_activations(model, call, lambda: model(*call).backward()) == least
+
+
+def test_an_arm_that_takes_too_long_is_ended(networks: None) -> None:
+    with pytest.raises(ArmFailed, match=r"not done after 0.01 s"):
+        Workers(timeout_s=0.01).ask("peak", Case("peer_networks:plain"), setting=Setting("eager").to_dict())
+
+
+def test_what_goes_wrong_in_a_process_is_told() -> None:
+    with pytest.raises(ArmFailed, match="was ended by SIGKILL: most likely the machine ran out of memory"):
+        peers_process._checked(-9, "", "")
+    with pytest.raises(ArmFailed, match=r"its process failed: KeyError: 'no'$"):
+        peers_process._checked(1, "", "Traceback\nKeyError: 'no'\n")
+    with pytest.raises(ArmFailed, match=r"^DoesNotFit: too large$"):
+        peers_process._checked(0, '{"error": "too large", "kind": "DoesNotFit"}', "")
+    assert peers_worker._first_line(RuntimeError("\n one \n two")) == "one"
+    assert peers_worker._first_line(RuntimeError()) == "RuntimeError"
+
+
+def test_a_network_without_blocks_has_a_row_that_says_so(networks: None) -> None:
+    workers = MadeUp({("eager", ""): (100, 1.0)})
+    rows = Contest(Case("peer_networks:own"), workers).compare([PEERS["checkpoint"]], [0.5]).rows
+    assert "no chain of blocks is known for Own" in rows[1].note and rows[1].batch is None
