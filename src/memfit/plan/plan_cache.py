@@ -194,9 +194,7 @@ def _read(
     plan = Plan.from_dict(content["plan"], step, device=costs.device, allow_lossy=allow_lossy, proofs=proofs)
     if plan.policy != policy:
         raise Stale(f"it is of policy '{plan.policy}'")
-    _require_room(
-        plan.step, plan, costs, {int(storage): float(share) for storage, share in content["densities"].items()}
-    )
+    _require_room(plan, costs, {int(storage): float(share) for storage, share in content["densities"].items()})
     # The plan of `keep` for the same budget has all that does not depend on the policy.
     kept = plan_step(step, costs, policy="keep", budget=budget, optimizer=optimizer)
     following = costs.picking(plan.picked).following(plan.step, plan.program.step)
