@@ -239,7 +239,7 @@ def test_a_budget_that_nothing_fits_is_refused_with_a_proof() -> None:
     with pytest.raises(DoesNotFit) as refusal:
         found.require_fit()
     said = str(refusal.value)
-    assert f"no plan fits a budget of {3 * TENSOR:,} bytes: while aten." in said
+    assert "No plan fits: while aten." in said and "every plan has at least" in said
     assert f"Give a budget of at least {found.peak_bytes:,} bytes" in said
     assert planned(step, costs, found.peak_bytes).fits, "the smallest budget that it names must do"
 

@@ -124,7 +124,7 @@ class Planned:
         """Why it does not fit, and what would."""
         assert self.budget_bytes is not None
         share = "" if self.budget is None or self.budget.share is None else f" ({self.budget.share:.0%})"
-        proof = f"{self.certificate}. " if self.certificate else ""
+        proof = f"No plan fits: {self.certificate}. " if self.certificate else ""
         return (
             f"policy '{self.policy}' needs {self.peak_bytes:,} bytes, the budget is {self.budget_bytes:,}{share}. "
             f"{proof}The peak is {self.obstacle}. "
@@ -204,7 +204,7 @@ def plan_step(
         refuse_lossy(step, decisions, who=f"policy '{policy}'")
     picked = costs.picked
     timeline = keep
-    if decisions or picked:
+    if decisions or picked or step is not keep.program.step:
         program = lower(step, decisions, costs, budget_bytes=room)
         costs = costs.following(step, program.step)
         timeline = simulate(program, costs)

@@ -44,7 +44,7 @@ from memfit.plan.program import (
     SendWait,
 )
 from memfit.run import kernels
-from memfit.run.aliases import alias
+from memfit.run.aliases import alias, as_captured
 from memfit.run.ghosts import make_ghost
 from memfit.tiers.tier import Tier
 
@@ -136,6 +136,7 @@ def generate(
         "ops": torch.ops,
         "memfit": kernels,
         "alias": alias,
+        "as_captured": as_captured,
         "tiers": tiers or {},
     }
     names |= {f"opaque_{index}": thing for index, thing in enumerate(opaque)}
@@ -391,7 +392,9 @@ class _Writer:
         value = min(v for v in self.local if self.step.values[v].storage == storage)
         made = self.step.ops[self.step.storage[storage].maker or 0]
         name = f"{self._name(value)}, made by {made.target} in module '{made.path or '(root)'}'"
-        self._line(f"S[{away_name(self.step, storage)!r}] = tiers[{tier!r}].send({self._name(value)}, {name!r})")
+        known = self.step.values[value]
+        checked = f"as_captured({self._name(value)}, {known.dtype}, {known.shape}, {known.stride}, {name!r})"
+        self._line(f"S[{away_name(self.step, storage)!r}] = tiers[{tier!r}].send({checked}, {name!r})")
 
     def _free(self, storage: int) -> None:
         self._forget(storage)

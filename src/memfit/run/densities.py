@@ -97,7 +97,9 @@ class _Counter:
 
 
 def _is_laid_out(tensor: torch.Tensor, planned: Value) -> bool:
-    """True if the tensor has the planned strides, where a dimension has more than one element."""
+    """True if the tensor has the planned dtype and strides, where a dimension has more than one element."""
+    if tensor.dtype is not planned.dtype:
+        return False
     if tuple(tensor.shape) != planned.shape or 0 in planned.shape:
         return tuple(tensor.shape) == planned.shape
     real = zip(tensor.shape, tensor.stride(), planned.stride, strict=True)

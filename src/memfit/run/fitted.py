@@ -241,11 +241,13 @@ class Fitted:
         if like is None:
             planned, costs = self._plan_or_tighten(step, costs)
         else:
+            assert like.planned is not None
             planned = runnable_plan(
                 step,
                 costs.picking(ways_as_in(like, step, costs)),
                 policy=options.policy,
-                budget=options.budget,
+                # In bytes: a share would be of what this half needs.
+                budget=None if options.budget is None else Budget(num_bytes=like.planned.budget_bytes),
                 decisions=decisions_as_in(like, step),
                 allow_lossy=options.allow_lossy,
             )
@@ -352,7 +354,7 @@ class Fitted:
 
         def plan_within(costs: Costs, num_bytes: int) -> Planned:
             # In bytes, also where the budget is a share: of what the keep plan needed by the first costs.
-            planned = self._plan(before.step, costs, Budget(num_bytes=num_bytes))
+            planned = self._plan(before.keep.program.step, costs, Budget(num_bytes=num_bytes))
             self._reserve(planned.program)
             return replace(planned, budget=before.budget, budget_bytes=before.budget_bytes)
 

@@ -85,6 +85,10 @@ class LiveBytes:
             )
 
 
+_EMPTY = ("aten.empty", "aten.new_empty")
+"""Ops whose results have no pages before somebody writes to them: these are then no workspace of the writer's."""
+
+
 class Transients:
     """An observer that reads how far the resident set rises: in the step, and above operands and results in each op.
 
@@ -100,6 +104,7 @@ class Transients:
         self._program = program
         self._tell = tell
         self.growth_bytes = 0
+        self._untouched: set[int] = set()
         trim()
         reset_high_water()
         self._begin_bytes = self._before_bytes = resident_bytes()
@@ -108,8 +113,14 @@ class Transients:
         high_bytes = self.look()
         instruction = self._program.instructions[number]
         if isinstance(instruction, Run):
+            op = self._program.step.ops[instruction.op]
             # Of several results some may be None, such as the gradient of an input that needs none.
             fresh = sum(tensor.untyped_storage().nbytes() for tensor in (made or {}).values() if tensor is not None)
+            if op.target.startswith(_EMPTY):
+                self._untouched |= {self._program.step.values[v].storage for v in op.made}
+            written = self._untouched & set(op.writes)
+            fresh += sum(self._program.step.storage_bytes[storage] for storage in written)
+            self._untouched -= written
             self._tell(instruction.op, high_bytes - self._before_bytes - fresh)
         following = self._program.instructions[number + 1 : number + 2]
         if any(isinstance(instruction, Run) for instruction in following):  # before an op: giving back takes time

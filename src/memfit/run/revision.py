@@ -41,14 +41,17 @@ def corrected(costs: Costs, corrections: tuple[Correction, ...]) -> Costs:
 
     Ops that are in no list, such as codecs, hold what they hold whatever is written about them.
     """
-    prices = dict(costs.by_signature)
+    prices, algorithms = dict(costs.by_signature), dict(costs.algorithms)
     changed = False
     for found in corrections:
         price = prices.get(found.signature)
         if price is not None and price.workspace_bytes < found.workspace_bytes:
             prices[found.signature] = replace(price, workspace_bytes=found.workspace_bytes)
             changed = True
-    return replace(costs, by_signature=prices) if changed else costs
+            if found.signature in algorithms:  # where the price list has one of several ways
+                ways = algorithms[found.signature]
+                algorithms[found.signature] = {n: prices[found.signature] if w == price else w for n, w in ways.items()}
+    return replace(costs, by_signature=prices, algorithms=algorithms) if changed else costs
 
 
 def revise(revision: Revision, excess: Excess, path: str, *, plan_within: PlanWithin) -> Revision | None:

@@ -50,6 +50,7 @@ def loss_backward_in_place(step: Step, proofs: Proofs, above_bytes: int) -> Step
             storage in step.kept
             or result.storage in step.kept
             or last_touch[storage] != index
+            or _is_overwritten(step, found, index)
             or not _is_whole(probabilities, step.storage_bytes[storage])
             or (result.shape, result.stride, result.dtype)
             != (probabilities.shape, probabilities.stride, probabilities.dtype)
@@ -90,6 +91,12 @@ def _loss_before(step: Step, index: int) -> int | None:
     shape = step.values[seen.value].shape if isinstance(seen, Ref) else seen.shape if isinstance(seen, Ghost) else None
     given = {gradient.value for gradient in step.gradients} | set(step.outputs)
     return maker if is_alone and grad.value not in given and shape == step.values[output.value].shape else None
+
+
+def _is_overwritten(step: Step, loss: int, index: int) -> bool:
+    """True if something that the loss's backward reads is written before the op that would read it in its place."""
+    read = {step.values[v].storage for v in step.ops[loss].reads()}
+    return any(read & set(op.writes) for op in step.ops[loss + 1 : index])
 
 
 def _is_whole(value: Value, storage_bytes: int) -> bool:

@@ -20,6 +20,7 @@ import torch
 
 from memfit.cache import cache_folder
 from memfit.capture.step import Value
+from memfit.json_folder import sources_digest
 
 log = logging.getLogger("memfit")
 
@@ -61,6 +62,8 @@ class Proofs:
             torch.get_num_threads(),
             torch.backends.mkldnn.enabled,
             torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+            sources_digest("operators.py"),
         )
         return hashlib.sha256(repr((rewrite, signature, machine)).encode()).hexdigest()[:24]
 

@@ -18,7 +18,7 @@ _FIRST_HEAT, _LAST_HEAT = 2e-3, 2e-6
 """Of the step's time: how much slower a plan may be to be taken one time out of e."""
 _ENOUGH_EACH = 800
 """With so many evaluations for each site the walk may begin that hot; with fewer it would not cool down in time."""
-_PRICE_STEP = 1.02
+_PRICE_STEP, _PRICE_RANGE = 1.02, 1e4
 _ASK_EVERY = 256
 _NEAR = 12
 
@@ -38,12 +38,13 @@ def anneal(
     best, best_moves = score, list(board.moves)
     here = score
     price = _first_price(board, score)
+    lowest, highest = price / _PRICE_RANGE, price * _PRICE_RANGE
     heat = min(1.0, (num_evaluations / (_ENOUGH_EACH * len(movable))) ** 1.5)
     for turn in range(num_evaluations):
         if turn % _ASK_EVERY == 0 and is_enough(best):
             break
         share = turn / num_evaluations
-        warmth = heat * score[1] * _FIRST_HEAT * (_LAST_HEAT / _FIRST_HEAT) ** share
+        warmth = heat * max(score[1], 1) * _FIRST_HEAT * (_LAST_HEAT / _FIRST_HEAT) ** share
         changed = _proposal(board, movable, chance)
         held = [(index, board.moves[index]) for index, _ in changed]
         for index, number in changed:
@@ -57,14 +58,14 @@ def anneal(
         else:
             for index, number in held:
                 board.put(index, number)
-        price *= _PRICE_STEP if here[0] else 1 / _PRICE_STEP
+        price = min(max(price * (_PRICE_STEP if here[0] else 1 / _PRICE_STEP), lowest), highest)
     board.put_all(best_moves)
     return best
 
 
 def _first_price(board: Board, score: Rank) -> float:
     """About what a byte costs: the time of the step over all bytes that can be decided about."""
-    return score[1] / max(sum(site.num_bytes for site in board.sites), 1)
+    return max(score[1], 1) / max(sum(site.num_bytes for site in board.sites), 1)
 
 
 def _proposal(board: Board, movable: list[int], chance: random.Random) -> list[tuple[int, int]]:

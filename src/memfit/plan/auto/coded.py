@@ -93,6 +93,17 @@ class CodedStep:
             found[index] = by_outputs[self.problem.step.ops[index].outputs]
         return found
 
+    @cached_property
+    def plain_workspaces(self) -> npt.NDArray[np.int64]:
+        """The workspace of each op where no code is on."""
+        found = np.array(self.problem.workspace_bytes, dtype=np.int64)
+        found[self.written_for >= 0] = 0
+        prices = zip(self.step.ops, self.costs.of(self.step), strict=True)
+        by_outputs = {op.outputs: cost.workspace_bytes for op, cost in prices}
+        for index in np.flatnonzero(self.reads_code_of >= 0):
+            found[index] = by_outputs[self.problem.step.ops[index].outputs]
+        return found
+
     def code_ps(self, storage: int) -> int:
         """How much longer the step takes, or less, if that storage is encoded and nothing else changes."""
         mine = (self.written_for == storage) | (self.reads_code_of == storage)
@@ -110,9 +121,10 @@ class Switchboard:
         self._evaluator = evaluator
         self._touches = evaluator.array_named("touches_items")
         self._op_ps, self._rerun_ps = evaluator.array_named("op_ps"), evaluator.array_named("rerun_ps")
+        self._workspaces = evaluator.array_named("workspace_bytes")
         self._sizes = evaluator.array_named("storage_bytes")
         starts = evaluator.array_named("touches_starts")
-        self._wirings = {s: _Wiring.of(coded, s, starts, self._touches, self._op_ps, self._sizes) for s in coded.codes}
+        self._wirings = {s: _Wiring.of(coded, s, starts, self._touches, self._sizes) for s in coded.codes}
         for storage in coded.codes:
             self.switch(storage, on=False)
 
@@ -122,6 +134,7 @@ class Switchboard:
         self._touches[wiring.places] = wiring.coded_items if on else wiring.plain_items
         self._op_ps[wiring.ops] = wiring.coded_ps if on else wiring.plain_ps
         self._rerun_ps[wiring.ops] = wiring.coded_ps if on else wiring.plain_ps
+        self._workspaces[wiring.ops] = wiring.coded_workspaces if on else wiring.plain_workspaces
         self._sizes[wiring.storages] = wiring.coded_bytes if on else 0
         self._evaluator.changed()
 
@@ -136,6 +149,8 @@ class _Wiring:
     ops: npt.NDArray[np.int64]
     coded_ps: npt.NDArray[np.int64]
     plain_ps: npt.NDArray[np.int64]
+    coded_workspaces: npt.NDArray[np.int64]
+    plain_workspaces: npt.NDArray[np.int64]
     storages: npt.NDArray[np.int64]
     coded_bytes: npt.NDArray[np.int64]
 
@@ -146,7 +161,6 @@ class _Wiring:
         storage: int,
         starts: npt.NDArray[np.int32],
         items: npt.NDArray[np.int32],
-        op_ps: npt.NDArray[np.int64],
         sizes: npt.NDArray[np.int64],
     ) -> _Wiring:
         mine = [s for s, owner in coded.owner_of.items() if owner == storage]
@@ -173,8 +187,10 @@ class _Wiring:
             items[where].copy(),
             np.array(plain, dtype=np.int32),
             ops,
-            op_ps[ops].copy(),
+            np.array(coded.problem.op_ps, dtype=np.int64)[ops],
             coded.plain_ps[ops],
+            np.array(coded.problem.workspace_bytes, dtype=np.int64)[ops],
+            coded.plain_workspaces[ops],
             np.array(mine, dtype=np.int64),
             sizes[mine].copy(),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,13 +33,13 @@ class Mix:
 
     Attributes:
         plan: the best plan; where none fits, the smallest.
-        bound: what is proven about all plans; None where nothing needs a proof, as everything fits.
+        bound: what is proven about all plans.
         num_evaluations: how many plans were tried.
         is_cut_short: the clock ended the search, so that another run may end elsewhere.
     """
 
     plan: Judged
-    bound: Bound | None
+    bound: Bound
     num_evaluations: int = 0
     is_cut_short: bool = False
 
@@ -81,14 +81,16 @@ class MixPlanner:
     def _singles(self) -> Singles:
         return Singles(self.step, self.costs)
 
-    def plan(self, budget_bytes: int, effort: Effort) -> Mix:
-        """The best mix within the budget."""
+    def plan(self, budget_bytes: int, effort: Effort, *, seeds: Iterable[Judged] = ()) -> Mix:
+        """The best mix within the budget; `seeds` are plans of another form of the step to start from."""
         if self.keep.peak_bytes <= budget_bytes:
             tell("everything fits: nothing to do")
-            return Mix(self.keep, None)
+            return Mix(self.keep, self.bounds.at(budget_bytes))
         search = Search(self.plain, self.coded, self.sites, budget_bytes, effort=effort)
         for known in self.judged.plans:
             search.offer_decisions(known.decisions, f"the plan of a budget of {known.room_bytes} bytes")
+        for seed in seeds:
+            search.offer_decisions(seed.decisions, "the plan of the plain step")
         search.begin()
         search.descend()
         tell("how good a plan can be")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from memfit.capture.step import Step
 from memfit.cost.costs import Costs, OpCost
 from memfit.errors import MemfitError
 from memfit.plan.auto.judged import Judged, judge
 from memfit.plan.bound.bound import Bounds
+from memfit.plan.decisions import Offload
 from memfit.plan.offloading.step_bound import offload_bound_ps
 from memfit.plan.offloading.step_chain import Luggage
 from memfit.plan.offloading.way_out import tier_of
@@ -54,9 +55,10 @@ class Singles:
     def __init__(self, step: Step, costs: Costs) -> None:
         self._step = step
         self._costs = costs
-        self._families = [Family(ENCODING, lambda _: 0), Family(RECOMPUTING, self._least_by_recomputing_ps)]
+        cached = lru_cache(maxsize=4)
+        self._families = [Family(ENCODING, lambda _: 0), Family(RECOMPUTING, cached(self._least_by_recomputing_ps))]
         if costs.links:
-            self._families.append(Family(OFFLOADING, self._least_by_offloading_ps))
+            self._families.append(Family(OFFLOADING, cached(self._least_by_offloading_ps)))
 
     def plans(self, budget_bytes: int, known_ps: Callable[[], int | None]) -> Iterator[Judged]:
         """The plans of all policies that may be faster than what is known by then, each judged."""
@@ -75,10 +77,12 @@ class Singles:
         decided = policy.decide(self._step, self._costs, budget_bytes)
         if not isinstance(decided, Decided):
             decided = Decided(decided, self._costs)
+        stays = self._costs.unforeseen
+        decisions = {s: d for s, d in decided.decisions.items() if s not in stays or not isinstance(d, Offload)}
         return judge(
             self._step,
             self._costs,
-            decided.decisions,
+            decisions,
             found_by=policy.name,
             room_bytes=budget_bytes,
             picked=decided.costs.picked,
@@ -95,9 +99,11 @@ class Singles:
 
     def _least_by_offloading_ps(self, budget_bytes: int) -> int | None:
         """No plan that only offloads takes less, whatever ways it picks: each op as fast and as small as any of its."""
+        prices = self._costs.by_signature
+        offered = {key: [prices[key], *ways.values()] for key, ways in self._costs.algorithms.items() if key in prices}
         best = {
-            key: OpCost(min(w.time_ps for w in ways.values()), min(w.workspace_bytes for w in ways.values()))
-            for key, ways in self._costs.algorithms.items()
+            key: OpCost(min(w.time_ps for w in ways), min(w.workspace_bytes for w in ways))
+            for key, ways in offered.items()
         }
         costs = replace(self._costs, by_signature={**self._costs.by_signature, **best}, algorithms={})
         problem = Problem.of(self._step, costs)

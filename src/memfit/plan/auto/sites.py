@@ -69,7 +69,9 @@ def sites_of(coded: CodedStep) -> tuple[Site, ...]:
         moves = [Move(KEEP, None, Keep())]
         if is_recomputable:
             moves.insert(0 if not is_read else 1, Move(DROP, None, Recompute()))
-        if (is_read or is_recomputable) and not reruns.why_not_offload(storage):
+        # One that is laid out otherwise than foreseen could not be rebuilt from its bytes.
+        can_travel = storage not in coded.costs.unforeseen and not reruns.why_not_offload(storage)
+        if (is_read or is_recomputable) and can_travel:
             moves += [Move(AWAY + n, None, Offload(tier)) for n, tier in enumerate(problem.tiers)]
         if storage in coded.codes:
             codec = coded.codes[storage].codec

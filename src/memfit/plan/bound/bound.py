@@ -146,8 +146,8 @@ class Bounds:
 
     def at(self, budget_bytes: int, *, target_ps: int | None = None) -> Bound:
         """The bound at that budget; once it reaches `target_ps`, no better one is looked for."""
-        if budget_bytes <= 0:
-            raise BadOption(f"budget_bytes={budget_bytes}: a bound is for a budget of at least one byte")
+        if budget_bytes < 0:
+            raise BadOption(f"budget_bytes={budget_bytes}: a bound is for a budget of bytes, not less than none")
         account = self.account
         floor = self._floor
         if floor.needed_bytes > budget_bytes:
