@@ -119,7 +119,7 @@ def test_budgets_are_bytes_or_shares(text: int | str, num_bytes: int | None, sha
 
 def test_unknown_policies_and_optimizers_are_named() -> None:
     step = chain(1)
-    with pytest.raises(BadOption, match=r"policy='magic': unknown. Known policies: keep, network-wide, sqrt"):
+    with pytest.raises(BadOption, match=r"policy='magic': unknown. Known policies: keep, network-wide, auto, sqrt"):
         plan_step(step, priced(step, {}), policy="magic")
     with pytest.raises(BadOption, match=r"optimizer 'lion': unknown. Choose from none, sgd, adam"):
         plan_step(step, priced(step, {}), optimizer="lion")

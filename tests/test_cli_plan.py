@@ -187,7 +187,8 @@ def test_a_plan_that_does_not_fit_is_shown_all_the_same(run_json: Run, capsys: p
     assert found["smallest_budget_bytes"] == found["peak_bytes"] > found["budget_bytes"]
     assert found["budget_activation_bytes"] == int(0.1 * found["keep_activation_bytes"])
     assert found["obstacle"] == found["peak_at"] and found["obstacle"] in found["error"]
-    assert err.splitlines()[-1].startswith("memfit: error: policy 'keep' needs ")
+    assert err.splitlines()[-1].startswith("memfit: error: policy 'auto' needs ")
+    assert found["lower_bound_overhead"] is None and found["certificate"] in found["error"]
     assert found["saved"] is None and not Path("plan.json").exists()
     text = text_of(capsys, "plan", NET, *TITAN, "--budget", "1KiB", code=2)
     assert "NO" in text and "nothing: " in text and "budget |----" not in text.splitlines()[-4]
@@ -322,7 +323,7 @@ def test_plan_here(run_json: Run) -> None:
 def test_the_cap_is_shared_by_all_that_is_measured(run_json: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     caps = []
 
-    def measure(step: Any, *, cap_s: float, max_op_bytes: int, progress: object) -> Costs:
+    def measure(step: Any, *, cap_s: float, **_: object) -> Costs:
         caps.append(cap_s)
         return free_of_charge(step)
 
