@@ -10,7 +10,7 @@ from memfit.plan.auto.board import Board
 from memfit.plan.evaluate import Rank
 
 _MAX_ROUNDS = 30
-_REFRESH = 8
+_REFRESH = 16
 
 
 def descend(board: Board, score: Rank, chance: random.Random, *, among: Iterable[int] | None = None) -> Rank:

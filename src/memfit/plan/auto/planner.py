@@ -86,7 +86,7 @@ class MixPlanner:
         if self.keep.peak_bytes <= budget_bytes:
             tell("everything fits: nothing to do")
             return Mix(self.keep, self.bounds.at(budget_bytes))
-        search = Search(self.plain, self.coded, self.sites, budget_bytes, effort=effort)
+        search = Search(self.plain, self.coded, self.sites, budget_bytes, effort=effort.on(self.plain.num_ops))
         for known in self.judged.plans:
             search.offer_decisions(known.decisions, f"the plan of a budget of {known.room_bytes} bytes")
         for seed in seeds:

@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.plan.auto.annealing import anneal
 from memfit.plan.auto.board import Allowance, Board, OutOfEvaluations
@@ -22,6 +22,8 @@ from memfit.plan.progress import tell
 
 _NUM_DESCENTS = 3
 """How many of the starts by price are descended from; greedy's, and those of other policies, come on top."""
+_SHORT_STEP = 1_500
+"""Ops of a step that is planned with all evaluations: those of resnet152, not those of gpt2."""
 _ANNEALED = 0.75
 """How much of what is left after all descents goes into annealing; the rest mends windows."""
 
@@ -39,6 +41,12 @@ class Effort:
     num_evaluations: int = 60_000
     cap_s: float = 20.0
     seed: int = 0
+
+    def on(self, num_ops: int) -> Effort:
+        """The same for a step of that many ops: evaluations of a long one take longer, and it gets fewer."""
+        if num_ops <= _SHORT_STEP:
+            return self
+        return replace(self, num_evaluations=self.num_evaluations * 2 // 3)
 
 
 class Search:
