@@ -24,7 +24,15 @@ def few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "EFFORT", Effort(num_evaluations=3_000, cap_s=600))
 
 
-@pytest.mark.parametrize(("name", "batch"), [("resnet18", 16), ("densenet121", 8), ("unet", 2), ("gpt2", 8)])
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        ("resnet18", 16),
+        ("gpt2", 8),
+        pytest.param("densenet121", 8, marks=pytest.mark.slow),
+        pytest.param("unet", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_networks_train_as_in_eager(name: str, batch: int) -> None:
     model, inputs, loss = small(name)
     call = inputs(batch)

@@ -360,6 +360,7 @@ class Wide(nn.Module):
         return self.second(self.first(x).relu()).sum()
 
 
+@pytest.mark.slow
 def test_measured_ways_hold_less_and_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stopwatch, "codec_bytes_per_s", lambda self, name: (1e9, 1e9))  # not what this is about
     monkeypatch.setattr(profile, "_links", lambda cache: ({}, ()))
