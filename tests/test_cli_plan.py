@@ -220,6 +220,7 @@ def test_plan_for_a_device_from_a_file(tmp_path: Path, run_json: Run) -> None:
         ((*TITAN, "--budget", "0"), "BadOption", "budget='0': must be more than zero bytes"),
         ((*TITAN, "--budget", "0%"), "BadOption", "budget='0%': must be more than zero"),
         ((*TITAN, "--budget", "abc"), "BadOption", "budget='abc': not a size"),
+        ((*TITAN, "--cap", "5"), "BadOption", "--cap 5: nothing is measured for 'titan-x'"),
         ((*TITAN, "--cap", "-1"), "BadUsage", "'-1' is not a number of seconds from 0 up"),
         (("--workspace", "none"), "BadOption", "their workspaces are measured"),
     ],

@@ -21,14 +21,14 @@ from torch import nn
 
 import memfit
 from memfit.cache import cache_folder
-from memfit.cost.costs import free_of_charge
+from memfit.cost.costs import Costs, OpCost, free_of_charge
 from memfit.errors import BudgetExceeded
 from memfit.plan.ledger import Ledger
 from memfit.plan.program import Program, Run
 from memfit.resident import CannotMeasure, require_linux
 from memfit.run import feedback
 from memfit.run.compiled import Compiled
-from memfit.run.revision import MAX_REVISIONS
+from memfit.run.revision import MAX_REVISIONS, corrected
 
 POLICY = "checkpoint-search-peak"
 LINEAR = "aten.addmm.default"
@@ -358,7 +358,7 @@ def test_debug_observes_both_ways(machine: Machine) -> None:
 
 REAL = """
 import logging, sys, torch, memfit
-from memfit.cost.costs import free_of_charge
+from memfit.cost.costs import Costs, OpCost, free_of_charge
 from memfit.run import fitted
 fitted.measure = lambda step, **_: free_of_charge(step)
 torch.set_num_threads(1)
@@ -405,3 +405,12 @@ def test_a_real_loss_that_takes_memory_is_made_room_for(tmp_path: Path) -> None:
     assert "the process was largest between the halves, where the caller computes the loss" in warned[0]
     assert float(peak) < float(budget) - 10
     assert is_settled == "True"
+
+
+def test_a_correction_reaches_the_way_that_the_price_list_has() -> None:
+    whole, chunks = OpCost(10, 100), OpCost(12, 30)
+    costs = Costs("here", {"conv": whole}, algorithms={"conv": {"whole": whole, "chunks:2": chunks}})
+    found = corrected(costs, (feedback.Correction("conv", "aten.convolution.default", "0", 5000),))
+    assert found.by_signature["conv"] == OpCost(10, 5000)
+    assert found.algorithms["conv"] == {"whole": OpCost(10, 5000), "chunks:2": chunks}
+    assert corrected(costs, (feedback.Correction("conv", "aten.convolution.default", "0", 90),)) is costs

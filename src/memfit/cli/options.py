@@ -92,9 +92,8 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cap",
         type=duration,
-        default=60.0,
         metavar="SECONDS",
-        help="how long to measure; what is left is estimated (default: %(default)g)",
+        help="how long to measure on this machine; what is left is estimated (default: 60)",
     )
     parser.add_argument("--threads", type=positive, metavar="N", help="threads of torch (default: torch's own choice)")
 

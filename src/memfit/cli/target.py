@@ -26,6 +26,7 @@ from memfit.report.step_module import loss_of
 
 HERE = "here"
 MEASURED = "measured"
+_CAP_S = 60.0
 # Planning must not need what it plans for: with its workspace, an op of that size takes about a GiB.
 _MAX_OP_BYTES = 384 << 20
 
@@ -114,15 +115,20 @@ class Target:
 class Pricing:
     """Prices steps on the device that was asked for: measured here, by a roofline elsewhere."""
 
-    def __init__(self, name: str, *, workspace: str | None, cap_s: float, screen: Screen) -> None:
+    def __init__(self, name: str, *, workspace: str | None, cap_s: float | None, screen: Screen) -> None:
         self.device: Device | None = None if name == HERE else device(name)
+        if self.device is not None and cap_s is not None:
+            raise BadOption(
+                f"--cap {cap_s:g}: nothing is measured for '{self.device.name}', whose costs are computed. Leave it "
+                f"out, or plan for this machine (--device {HERE})"
+            )
         if self.device is None and workspace not in (None, FASTEST):
             raise BadOption(
                 f"--workspace {workspace}: on this machine torch chooses the algorithms, and their workspaces are "
                 "measured. Leave it out, or name a device of the catalogue (`memfit devices`)"
             )
         self.workspace = MEASURED if self.device is None else workspace or FASTEST
-        self._left_s = cap_s
+        self._left_s = _CAP_S if cap_s is None else cap_s
         self._screen = screen
 
     @classmethod

@@ -55,9 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cap",
         type=duration,
-        default=_CAP_S,
         metavar="SECONDS",
-        help=f"how long to measure each network on {HERE}; what is left is estimated (default: %(default)g)",
+        help=f"how long to measure each network on {HERE}; what is left is estimated (default: {_CAP_S:g})",
     )
 
 
@@ -68,12 +67,15 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     devices = [name.strip() for name in arguments.devices.split(",") if name.strip()]
     if not devices:
         raise BadOption(f"--devices {arguments.devices!r} names no device. Separate names by commas")
-    pricings = {name: Pricing(name, workspace=None, cap_s=arguments.cap, screen=screen) for name in devices}
+    if arguments.cap is not None and HERE not in devices:
+        raise BadOption(f"--cap {arguments.cap:g}: nothing is measured but on '{HERE}', which is not among --devices")
+    cap_s = _CAP_S if arguments.cap is None else arguments.cap
+    pricings = {name: Pricing(name, workspace=None, cap_s=None, screen=screen) for name in devices}
     cells: list[Cell] = []
     reached: list[Reached] = []
     for number, network in enumerate(networks):
         progress = f"{network} ({number + 1} of {len(networks)})"
-        of_network = list(_cells(network, pricings, budgets, arguments.cap, progress, screen, reached))
+        of_network = list(_cells(network, pricings, budgets, cap_s, progress, screen, reached))
         cells += of_network
         screen.done()
         _print_cells(network, of_network, screen)
