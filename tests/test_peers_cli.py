@@ -178,11 +178,14 @@ def test_the_exit_code_is_about_bits_and_bytes(
 
 @pytest.mark.slow
 def test_every_arm_for_real() -> None:
-    code, text = run("--networks", "resnet50", "--batch", "2", "--image", "64", "--steps", "2", "--share", "60%")
+    """But for inductor, which compiles for minutes."""
+    peers = ("checkpoint", "compile-aot-eager", "checkpoint-search", "rotor", "overlap", "gist-lossless", "auto")
+    sizes = ("--batch", "4", "--image", "96", "--steps", "2", "--share", "70%", "--memory-budgets", "0.5")
+    code, text = run("--networks", "resnet50", *sizes, "--peers", ",".join(peers))
     found = json.loads(text)
     rows = {row["peer"]: row for row in found["rows"]}
-    assert code == 0 and len(rows) == 9
+    assert code == 0 and set(rows) == {"eager", *peers}
     for name in ("eager", "checkpoint-search", "rotor", "overlap", "gist-lossless", "auto"):
         assert rows[name]["exact"], rows[name]
     assert rows["checkpoint"]["trial"]["different"] == ["buffer"]
-    assert rows["auto"]["within"] and found["smallest"][0]["proven_bytes"] > 0
+    assert found["smallest"][0]["proven_bytes"] > 0
