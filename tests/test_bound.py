@@ -317,8 +317,9 @@ def test_it_stops_at_the_target() -> None:
 
 def test_budgets_that_are_none_are_refused() -> None:
     step = chain(2)
-    with pytest.raises(BadOption, match="budget_bytes=0: a bound is for a budget of at least one byte"):
-        lower_bound(step, free_of_charge(step), 0)
+    with pytest.raises(BadOption, match="budget_bytes=-1: a bound is for a budget of bytes, not less than none"):
+        lower_bound(step, free_of_charge(step), -1)
+    assert lower_bound(step, free_of_charge(step), 0).is_infeasible
 
 
 def test_an_estimate_is_no_more_than_the_cut() -> None:

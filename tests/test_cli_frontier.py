@@ -95,13 +95,13 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["bound"][1:3] == ["none", "fits"] and table["bound"][3].endswith("%")
     assert table["auto"][1] == "-" and table["auto"][2].startswith("+") and table["keep"][1:3] == ["-", "-"]
     assert any(line.startswith("auto less the bound, in points: 60% ") for line in lines)
-    assert any(line.startswith("1%: no plan fits a budget of ") for line in lines)
+    assert any(line.startswith("1%: no plan fits: while ") for line in lines)
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run_json(capsys, *NET, "--budgets", "1KiB,2KiB", "--policies", "auto,rotor")
     assert code == 2 and found["kind"] == "DoesNotFit"
-    assert found["error"].startswith("nothing fits 2,048 bytes, the largest of these budgets. no plan fits")
+    assert found["error"].startswith("nothing fits 2,048 bytes, the largest of these budgets. No plan does: while ")
     assert "Give a budget of at least that, or a smaller batch" in found["error"]
 
 

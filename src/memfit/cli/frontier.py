@@ -113,7 +113,7 @@ def _misfit(found: Frontier) -> str:
         return f"no policy makes a plan here. {first.policy}: {first.error}"
     largest = found.limits[-1]
     least_bytes, policy = min(needs)
-    proof = f"{largest.certificate}. " if largest.certificate else ""
+    proof = f"No plan does: {largest.certificate}. " if largest.certificate else ""
     return (
         f"nothing fits {largest.budget_bytes:,} bytes, the largest of these budgets. {proof}The least that a policy "
         f"needs is {least_bytes:,} bytes ('{policy}'). Give a budget of at least that, or a smaller batch"
@@ -152,7 +152,7 @@ def _print(facts: dict[str, Any], found: Frontier, target: Target, costs: Costs,
         screen.line(f"auto less the bound, in points: {', '.join(gaps) or 'fits nowhere'}")
     for limit in found.limits:
         if limit.certificate:
-            screen.line(f"{_label(limit.budget)}: {limit.certificate}")
+            screen.line(f"{_label(limit.budget)}: no plan fits: {limit.certificate}")
     errors = {point.policy: point.error for point in found.points if point.error is not None}
     for policy, error in errors.items():
         screen.line(f"{policy}: {error}")

@@ -225,4 +225,5 @@ def _limit(budget: Budget, num_bytes: int, keep: Planned, auto: Planned | None, 
     if auto is not None:
         return Limit(budget.text, num_bytes, share, auto.lower_bound_overhead, auto.certificate)
     bound = proven.bounds.at(max(num_bytes - keep.optimizer_bytes, 0))
-    return Limit(budget.text, num_bytes, share, bound.overhead, bound.describe() if bound.is_infeasible else "")
+    certificate = "" if bound.certificate is None else bound.certificate.describe()
+    return Limit(budget.text, num_bytes, share, bound.overhead, certificate)
