@@ -84,22 +84,18 @@ class CodedStep:
     @cached_property
     def plain_ps(self) -> npt.NDArray[np.int64]:
         """What each op takes where no code is on; nothing for those that were put in."""
-        found = np.array(self.problem.op_ps, dtype=np.int64)
-        found[self.written_for >= 0] = 0
-        by_outputs = {
-            op.outputs: cost.time_ps for op, cost in zip(self.step.ops, self.costs.of(self.step), strict=True)
-        }
-        for index in np.flatnonzero(self.reads_code_of >= 0):
-            found[index] = by_outputs[self.problem.step.ops[index].outputs]
-        return found
+        return self._plain(self.problem.op_ps, [cost.time_ps for cost in self.costs.of(self.step)])
 
     @cached_property
     def plain_workspaces(self) -> npt.NDArray[np.int64]:
         """The workspace of each op where no code is on."""
-        found = np.array(self.problem.workspace_bytes, dtype=np.int64)
+        return self._plain(self.problem.workspace_bytes, [cost.workspace_bytes for cost in self.costs.of(self.step)])
+
+    def _plain(self, coded: list[int], plain: list[int]) -> npt.NDArray[np.int64]:
+        """What each op of the coded step has without codes: known by its outputs there, nothing if put in."""
+        found = np.array(coded, dtype=np.int64)
         found[self.written_for >= 0] = 0
-        prices = zip(self.step.ops, self.costs.of(self.step), strict=True)
-        by_outputs = {op.outputs: cost.workspace_bytes for op, cost in prices}
+        by_outputs = {op.outputs: number for op, number in zip(self.step.ops, plain, strict=True)}
         for index in np.flatnonzero(self.reads_code_of >= 0):
             found[index] = by_outputs[self.problem.step.ops[index].outputs]
         return found

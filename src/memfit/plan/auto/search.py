@@ -24,6 +24,8 @@ _NUM_DESCENTS = 3
 """How many of the starts by price are descended from; greedy's, and those of other policies, come on top."""
 _SHORT_STEP = 1_500
 """Ops of a step that is planned with all evaluations: those of resnet152, not those of gpt2."""
+_ROUNDS = 4
+"""Of windows, between which the best is kept: what is found after that is lost if evaluations run out."""
 _ANNEALED = 0.75
 """How much of what is left after all descents goes into annealing; the rest mends windows."""
 
@@ -152,7 +154,7 @@ class Search:
         score = self.best
         with contextlib.suppress(OutOfEvaluations):
             while not self.is_enough() and self.sites:
-                score = iterate(self.board, score, self._chance, is_enough=self.is_enough, num_rounds=50)
+                score = iterate(self.board, score, self._chance, is_enough=self.is_enough, num_rounds=_ROUNDS)
                 self._keep(score, "windows")
 
     def _keep(self, score: Rank, found_by: str) -> None:
