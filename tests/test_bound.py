@@ -34,10 +34,13 @@ from memfit.plan.simulate import simulate
 
 HOST = Link("host", "out", "back", 12e9, 11e9, 1e-6)
 DISK = Link("disk", "disk", "disk", 2e9, 3e9, 1e-6)
+DRAGS = {"send_drag": 0.4, "fetch_drag": 0.7}
 LINKS = {
     "none": {},
     "host": {"host": HOST},
     "disk": {"disk": DISK},
+    "disk, compute slows": {"disk": replace(DISK, **DRAGS)},
+    "both, compute slows": {"disk": replace(DISK, **DRAGS), "host": replace(HOST, send_drag=0.1)},
     "one bus": {
         "disk": replace(DISK, send_channel="bus", fetch_channel="bus"),
         "host": replace(HOST, send_channel="bus", fetch_channel="bus"),

@@ -55,6 +55,8 @@ BUSES = {  # which transfers wait for each other
         "disk": replace(DISK, send_channel="a", fetch_channel="b"),
         "host": replace(HOST, send_channel="b", fetch_channel="a"),
     },
+    "one tier, compute slows": {"disk": replace(DISK, send_drag=0.3, fetch_drag=0.6)},
+    "two tiers, compute slows": {"disk": replace(DISK, send_drag=1.0), "host": replace(HOST, fetch_drag=0.5)},
     # Whole picoseconds per byte and no latency: many transfers end at the same time as others, or as an op.
     "ties": {"disk": Link("disk", "a", "b", 1e9, 1e9), "host": Link("host", "c", "d", 1e9, 1e9)},
 }

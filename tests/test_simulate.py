@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from planning import SECOND, TENSOR, chain, planned_network, priced, tanh_storages
@@ -11,7 +12,7 @@ from memfit.cost.costs import Link, free_of_charge
 from memfit.plan.decisions import Offload, Recompute
 from memfit.plan.ledger import Ledger
 from memfit.plan.lower import lower
-from memfit.plan.program import Run
+from memfit.plan.program import FetchStart, Run, SendStart
 from memfit.plan.rerun import Reruns
 from memfit.plan.simulate import COMPUTE, simulate
 
@@ -51,6 +52,26 @@ def test_a_transfer_that_is_too_slow_stalls_compute_and_says_why() -> None:
     # The second tanh's backward runs from 6 to 7 while the fetch is on its way.
     assert (data.cause, data.start_ps, data.end_ps) == ("data", 7 * SECOND, 11 * SECOND)
     assert timeline.step_ps == 12 * SECOND and timeline.stall_ps == 8 * SECOND
+
+
+def test_what_compute_loses_to_transfers_counts_where_they_begin() -> None:
+    step = chain(3)
+    first = tanh_storages(step)[0]
+    link = replace(SLOW, send_drag=0.25, fetch_drag=0.2)  # one second of four, one of five
+    costs = priced(step, {"tanh": 8, "tanh_backward": 8}, links=(link,))
+    program = lower(step, {first: Offload("host")}, costs)
+    timeline = simulate(program, costs)
+    keep = simulate(lower(step, {}, costs), costs)
+    assert timeline.drag_ps == 2 * SECOND and timeline.stall_ps == 0 == keep.drag_ps
+    assert timeline.step_ps == keep.step_ps + 2 * SECOND
+    # The send itself is not slower, and what comes back still starts as late as it can.
+    out, back = timeline.busy["d2h"][0], timeline.busy["h2d"][0]
+    assert (out.start_ps, out.end_ps) == (16 * SECOND, 20 * SECOND)
+    assert back.end_ps - back.start_ps == 5 * SECOND
+    starts = [
+        i for i, instruction in enumerate(program.instructions) if isinstance(instruction, (SendStart, FetchStart))
+    ]
+    assert [timeline.ends_ps[i] - timeline.starts_ps[i] for i in starts] == [SECOND, SECOND]
 
 
 def test_one_channel_takes_one_transfer_at_a_time_and_latency_counts_once_each() -> None:

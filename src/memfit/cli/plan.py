@@ -115,6 +115,7 @@ def summary(planned: Planned, target: Target, pricing: Pricing, optimizer: str) 
         "overhead": planned.overhead,
         "lower_bound_overhead": planned.lower_bound_overhead,
         "stall_s": 0.0 if timeline is None else timeline.stall_ps / PS_PER_S,
+        "drag_s": 0.0 if timeline is None else timeline.drag_ps / PS_PER_S,
         "plan_s": planned.plan_s,
         "capture_s": target.capture_s,
         "parts": dict(planned.parts),

@@ -42,7 +42,12 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way to a tier: one channel out, one channel back (which may be the same one)."""
+    """A way to a tier: one channel out, one channel back (which may be the same one).
+
+    Attributes:
+        send_drag, fetch_drag: the share of a transfer's time that compute loses to it, from 0 to 1. Engines that copy
+            by themselves take nothing; a disk's requests take cores and memory bandwidth from kernels.
+    """
 
     tier: str
     send_channel: str
@@ -50,12 +55,21 @@ class Link:
     send_bytes_per_s: float
     fetch_bytes_per_s: float
     latency_s: float = 0.0
+    send_drag: float = 0.0
+    fetch_drag: float = 0.0
 
     def send_ps(self, num_bytes: int) -> int:
         return picoseconds(self.latency_s + num_bytes / self.send_bytes_per_s)
 
     def fetch_ps(self, num_bytes: int) -> int:
         return picoseconds(self.latency_s + num_bytes / self.fetch_bytes_per_s)
+
+    def send_drag_ps(self, num_bytes: int) -> int:
+        """What compute loses while so much is sent."""
+        return int(self.send_drag * self.send_ps(num_bytes))
+
+    def fetch_drag_ps(self, num_bytes: int) -> int:
+        return int(self.fetch_drag * self.fetch_ps(num_bytes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How fast the disk behind a folder takes tensors in and gives them back."""
+"""How fast the disk behind a folder takes tensors in and gives them back, and what compute loses to that."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import mmap
 import os
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+import torch
 
 from memfit.cost.costs import Link
 
@@ -17,19 +20,36 @@ _REQUEST_BYTES = 16 * 2**20
 _NUM_REQUESTS = 4
 _PAGE_BYTES = 4096
 _NUM_LATENCY_READS = 9
+_NUM_ROUNDS = 5
+_ROUND_S = 0.03
+_MATRIX_SIZE, _VECTOR_SIZE = 768, 2**22
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSpeed:
-    """Of one file, one request at a time, past the page cache where the file system allows it."""
+    """Of one file, one request at a time, past the page cache where the file system allows it.
+
+    The drags are shares of a request's time: see Link.
+    """
 
     write_bytes_per_s: float
     read_bytes_per_s: float
     latency_s: float
+    write_drag: float = 0.0
+    read_drag: float = 0.0
 
     def link(self) -> Link:
         # One disk, one channel: reads and writes at once share it.
-        return Link("disk", "disk", "disk", self.write_bytes_per_s, self.read_bytes_per_s, self.latency_s)
+        return Link(
+            "disk",
+            "disk",
+            "disk",
+            self.write_bytes_per_s,
+            self.read_bytes_per_s,
+            self.latency_s,
+            self.write_drag,
+            self.read_drag,
+        )
 
 
 def measure_disk(folder: str | None = None) -> DiskSpeed:
@@ -63,8 +83,92 @@ def measure_disk(folder: str | None = None) -> DiskSpeed:
             begun = time.perf_counter()
             os.preadv(file, [page], index * 2**20)
             waits.append(time.perf_counter() - begun)
-    total = _NUM_REQUESTS * _REQUEST_BYTES
-    return DiskSpeed(total / write_s, total / read_s, statistics.median(waits))
+
+        def write(index: int) -> None:
+            _whole(os.pwrite(file, view, index % _NUM_REQUESTS * _REQUEST_BYTES))
+
+        def read(index: int) -> None:
+            _whole(os.preadv(file, [view], index % _NUM_REQUESTS * _REQUEST_BYTES))
+
+        total = _NUM_REQUESTS * _REQUEST_BYTES
+        write_bytes_per_s, read_bytes_per_s = total / write_s, total / read_s
+        return DiskSpeed(
+            write_bytes_per_s,
+            read_bytes_per_s,
+            statistics.median(waits),
+            _drag(write, write_bytes_per_s),
+            _drag(read, read_bytes_per_s),
+        )
+
+
+def _drag(request: Callable[[int], None], bytes_per_s: float) -> float:
+    """What share of such requests' time kernels lose that run beside them.
+
+    Half of it by a kernel that waits for the cores and half by one that waits for the memory: a step has both.
+    """
+    lost_s_per_byte = statistics.fmean(_lost_s_per_byte(kernel, request) for kernel in _kernels())
+    return min(max(lost_s_per_byte * bytes_per_s, 0.0), 1.0)
+
+
+def _kernels() -> Iterator[Callable[[], object]]:
+    a, b = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE), torch.ones(_VECTOR_SIZE)
+    product, total = torch.empty_like(a), torch.empty_like(b)
+    yield lambda: torch.mm(a, a, out=product)
+    yield lambda: torch.add(b, b, out=total)
+
+
+def _lost_s_per_byte(kernel: Callable[[], object], request: Callable[[int], None]) -> float:
+    """How much longer a kernel takes for each byte that is moved meanwhile; the two arms take turns."""
+    kernel()
+    begun = time.perf_counter()
+    kernel()
+    num_calls = max(1, round(_ROUND_S / max(time.perf_counter() - begun, 1e-6)))
+
+    def timed() -> float:
+        begun = time.perf_counter()
+        for _ in range(num_calls):
+            kernel()
+        return time.perf_counter() - begun
+
+    found = []
+    for _ in range(_NUM_ROUNDS):
+        alone_s = timed()
+        with _Requests(request) as requests:
+            before = requests.num_done
+            beside_s = timed()
+            moved_bytes = (requests.num_done - before) * _REQUEST_BYTES
+        if moved_bytes:
+            found.append((beside_s - alone_s) / moved_bytes)
+    return statistics.median(found) if found else 0.0
+
+
+class _Requests:
+    """Makes one request after the other in a thread of its own, for as long as the context lasts."""
+
+    def __init__(self, request: Callable[[int], None]) -> None:
+        self.num_done = 0
+        self._request = request
+        self._is_over = False
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._work, name="memfit-drag", daemon=True)
+
+    def __enter__(self) -> _Requests:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        try:
+            while not self._is_over:
+                self._request(self.num_done)
+                self.num_done += 1
+        except OSError as error:
+            self._error = error
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -279,7 +279,7 @@ def _links(cache: PriceCache) -> tuple[dict[str, Link], tuple[str, ...]]:
         return cache.figure(f"disk {folder} {name}", now)
 
     try:
-        speed = DiskSpeed(figure("write_bytes_per_s"), figure("read_bytes_per_s"), figure("latency_s"))
+        speed = DiskSpeed(**{known.name: figure(known.name) for known in fields(DiskSpeed)})
     except OSError as error:
         return {}, (f"no disk tier: {folder} cannot be measured ({error})",)
     return {"disk": speed.link()}, ()

@@ -61,6 +61,8 @@ typedef struct {
     const int64_t *handing_bytes; /* by gradient: what autograd allocates to add it to its other parts */
     const int64_t *send_ps;   /* by tier, then by storage */
     const int64_t *fetch_ps;
+    const int64_t *send_drag_ps; /* what compute loses to it */
+    const int64_t *fetch_drag_ps;
     const int32_t *send_channels; /* by tier */
     const int32_t *fetch_channels;
     const int32_t *choice_ops;

@@ -129,6 +129,7 @@ static void emit_forward(Evaluator *e)
             emit(e, SEND_START, *s, tier);
             e->is_here[*s] = false; /* from the boundary on, which is when we ask */
             linger(e, *s, p->send_channels[tier], p->send_ps[tier * p->num_storages + *s]);
+            e->clock_ps += p->send_drag_ps[tier * p->num_storages + *s];
         }
     }
     int32_t count = release_ended(e, INT64_MAX);
@@ -159,6 +160,7 @@ static void plan_fetches(Evaluator *e)
         for (const int32_t *s = fetched.end; s-- > fetched.begin;) {
             int32_t tier = tier_of(e, *s);
             linger(e, *s, p->fetch_channels[tier], p->fetch_ps[tier * p->num_storages + *s]);
+            e->clock_ps += p->fetch_drag_ps[tier * p->num_storages + *s];
         }
     }
     int32_t count = release_ended(e, INT64_MAX);

@@ -81,10 +81,12 @@ void memfit_simulate(Evaluator *e, Outcome *outcome)
             break;
         case SEND_START:
             transfer(e, number, p->send_channels[tier], p->send_ps[tier * p->num_storages + number]);
+            e->clock_ps += p->send_drag_ps[tier * p->num_storages + number];
             total = live;
             break;
         case FETCH_START:
             transfer(e, number, p->fetch_channels[tier], p->fetch_ps[tier * p->num_storages + number]);
+            e->clock_ps += p->fetch_drag_ps[tier * p->num_storages + number];
             arrive(e, number, &live);
             total = live;
             break;

@@ -54,6 +54,8 @@ _ARRAYS = {
     "handing_bytes": np.int64,
     "send_ps": np.int64,
     "fetch_ps": np.int64,
+    "send_drag_ps": np.int64,
+    "fetch_drag_ps": np.int64,
     "send_channels": np.int32,
     "fetch_channels": np.int32,
 }
@@ -114,6 +116,8 @@ class FlatProblem:
             "handing_bytes": problem.step.addition_bytes,
             "send_ps": [link.send_ps(size) for link in links for size in step.storage_bytes],
             "fetch_ps": [link.fetch_ps(size) for link in links for size in step.storage_bytes],
+            "send_drag_ps": [link.send_drag_ps(size) for link in links for size in step.storage_bytes],
+            "fetch_drag_ps": [link.fetch_drag_ps(size) for link in links for size in step.storage_bytes],
             "send_channels": [channels.index(link.send_channel) for link in links],
             "fetch_channels": [channels.index(link.fetch_channel) for link in links],
         }
@@ -184,7 +188,8 @@ def largest_growth(problem: Problem, *, choose_ways: bool = False) -> int:
         rerun_ps[op] = max(way.cost.again_ps for way in ways)
         workspace_bytes[op] = max(way.cost.workspace_bytes for way in ways)
     sizes, links = problem.step.storage_bytes, problem.costs.links.values()
-    transfers_ps = sum(link.send_ps(size) + link.fetch_ps(size) for link in links for size in sizes)
+    # Twice: compute loses no more to a transfer than that takes.
+    transfers_ps = 2 * sum(link.send_ps(size) + link.fetch_ps(size) for link in links for size in sizes)
     left_ps = NO_LIMIT - 1 - transfers_ps - sum(op_ps)
     # A re-run may hold a second copy of what is here.
     most_bytes = 2 * sum(sizes) + max(workspace_bytes, default=0)

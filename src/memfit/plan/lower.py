@@ -9,8 +9,9 @@ instruction:
    gradients can be given.
 3. `_Emitter`: write the instructions out. A send starts after the last forward use, and its bytes are released at the
    first op after its end, or before that if an op would not fit otherwise. Fetches are planned as sends in reversed
-   time: each starts as late as it can and still be there for its first use, or later if it would not fit. Storages
-   that come with Moments travel at those instead; C has none of that.
+   time: each starts as late as it can and still be there for its first use, or later if it would not fit. What compute
+   loses to a transfer counts where that begins. Storages that come with Moments travel at those instead; C has none of
+   that.
 """
 
 from __future__ import annotations
@@ -354,6 +355,7 @@ class _Emitter:
         link = self.links[tier]
         duration_ps = link.send_ps(self.problem.step.storage_bytes[storage])
         transfer = self._transfer(storage, link.send_channel, duration_ps)
+        self.clock_ps += link.send_drag_ps(self.problem.step.storage_bytes[storage])
         self.timetable.ends_ps[storage] = transfer.end_ps
         return transfer
 
@@ -380,6 +382,7 @@ class _Emitter:
                 link = self.links[self.tier_of[storage]]
                 duration_ps = link.fetch_ps(self.problem.step.storage_bytes[storage])
                 lingering.append(self._transfer(storage, link.fetch_channel, duration_ps))
+                self.clock_ps += link.fetch_drag_ps(self.problem.step.storage_bytes[storage])
         for transfer in lingering:
             starts[num_forward].insert(0, transfer.storage)
         return starts

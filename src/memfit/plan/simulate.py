@@ -1,8 +1,9 @@
 """Run a Program on paper: when each instruction begins and ends, what every channel does, where compute waits.
 
 Compute runs instructions in order. A send or a fetch joins the queue of its channel and goes on by itself; waiting for
-it stalls compute until it has ended. The bytes are those of the ledger, so a storage that is sent counts until its
-SendWait, and one that is fetched from its FetchStart.
+it stalls compute until it has ended. What compute loses to a transfer beside it (Link.send_drag) is counted where the
+transfer is asked for. The bytes are those of the ledger, so a storage that is sent counts until its SendWait, and one
+that is fetched from its FetchStart.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Timeline:
         starts_ps, ends_ps: when each instruction begins and ends on the compute channel.
         busy: for each channel its intervals, in order.
         stalls: where compute waited, why and for which storage.
+        drag_ps: what compute lost to transfers beside it.
     """
 
     ledger: Ledger
@@ -53,6 +55,7 @@ class Timeline:
     ends_ps: tuple[int, ...]
     busy: dict[str, tuple[Interval, ...]]
     stalls: tuple[Stall, ...]
+    drag_ps: int = 0
 
     @property
     def program(self) -> Program:
@@ -116,7 +119,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     """The timeline of a Program at these costs."""
     step = program.step
     prices = costs.of(step)
-    clock_ps = 0
+    clock_ps = drag_ps = 0
     free_ps: dict[str, int] = {}
     ends_of: dict[int, int] = {}
     leaving: set[int] = set()
@@ -150,6 +153,8 @@ def simulate(program: Program, costs: Costs) -> Timeline:
             case SendStart(storage, tier):
                 link = costs.link(tier)
                 transfer(storage, link.send_channel, link.send_ps(step.storage_bytes[storage]))
+                clock_ps += link.send_drag_ps(step.storage_bytes[storage])
+                drag_ps += link.send_drag_ps(step.storage_bytes[storage])
                 leaving.add(storage)
             case FetchStart(storage, tier):
                 link = costs.link(tier)
@@ -157,6 +162,8 @@ def simulate(program: Program, costs: Costs) -> Timeline:
                     call_off(storage, link.send_channel)
                 else:
                     transfer(storage, link.fetch_channel, link.fetch_ps(step.storage_bytes[storage]))
+                    clock_ps += link.fetch_drag_ps(step.storage_bytes[storage])
+                    drag_ps += link.fetch_drag_ps(step.storage_bytes[storage])
             case SendWait(storage) | FetchWait(storage):
                 leaving.discard(storage)
                 if ends_of[storage] > clock_ps:
@@ -167,6 +174,5 @@ def simulate(program: Program, costs: Costs) -> Timeline:
                 pass
         ends.append(clock_ps)
     ledger = Ledger.of(program, [price.workspace_bytes for price in prices])
-    return Timeline(
-        ledger, tuple(starts), tuple(ends), {channel: tuple(work) for channel, work in busy.items()}, tuple(stalls)
-    )
+    by_channel = {channel: tuple(work) for channel, work in busy.items()}
+    return Timeline(ledger, tuple(starts), tuple(ends), by_channel, tuple(stalls), drag_ps)

@@ -50,6 +50,11 @@ class Columns:
     def away(self, item: int, tier: int) -> int:
         return self.num_items * (1 + tier) + item
 
+    @property
+    def all_away(self) -> slice:
+        """The columns of what is away, tier by tier."""
+        return slice(self.num_items, self.again_at)
+
     def code_item(self, number: int) -> int:
         return len(self.storages) + number
 
@@ -60,8 +65,11 @@ class Columns:
             [*(float(account.size[s]) for s in storages), *(float(code.num_bytes) for code in codes)], dtype=np.float64
         )
         links = [account.costs.links[tier] for tier in self.tiers]
-        self.send = [np.array([link.send_ps(int(b)) for b in self.size]) / self.unit_ps for link in links]
-        self.fetch = [np.array([link.fetch_ps(int(b)) for b in self.size]) / self.unit_ps for link in links]
+        sizes = [int(b) for b in self.size]
+        self.send = [np.array([link.send_ps(b) for b in sizes]) / self.unit_ps for link in links]
+        self.fetch = [np.array([link.fetch_ps(b) for b in sizes]) / self.unit_ps for link in links]
+        self.send_drag = np.array([link.send_drag_ps(b) for link in links for b in sizes]) / self.unit_ps
+        self.fetch_drag = np.array([link.fetch_drag_ps(b) for link in links for b in sizes]) / self.unit_ps
         self.is_code = np.arange(self.num_items) >= len(storages)
         self.born = np.array([step.storage[s].maker or 0 for s in of_item], dtype=np.int64)
         self.last_forward = np.array([account.last_forward[s] for s in of_item], dtype=np.int64)
@@ -146,6 +154,7 @@ class Columns:
         for storage, column in self.column_of_coded.items():
             self.objective[column] = codings.added_ps[storage] / self.unit_ps
             self.longer[column] = codings.longer_ps[storage] / self.unit_ps
+        self.objective[self.all_away] = self.send_drag + self.fetch_drag
         self.objective[[self.before_at, self.after_at]] = 1.0
         # What is in use in the forward half besides the items.
         change = np.zeros(account.num_ops + 1, dtype=np.int64)

@@ -45,10 +45,14 @@ def coupled_ps(cuts: Cuts, ops: list[int]) -> int:
         base = number * width
         before = boundary_at if not is_forward else passed
         since = boundary_at if is_forward else passed
-        # Waiting before is what has passed; waiting and re-runs after are what is still to come.
-        ties.append({base + columns.before_at: 1.0, before: -1.0})
+        # Waiting and what sends cost before is what has passed; waiting, re-runs and fetches after are still to come.
+        sends, fetches = (
+            {base + columns.num_items + int(c): float(drag[c]) for c in np.flatnonzero(drag)}
+            for drag in (columns.send_drag, columns.fetch_drag)
+        )
+        ties.append({base + columns.before_at: 1.0, **sends, before: -1.0})
         again = {base + int(c): float(cuts.again[c]) for c in np.flatnonzero(cuts.again)}
-        ties.append({base + columns.after_at: 1.0, **again, total_at: -1.0, since: 1.0})
+        ties.append({base + columns.after_at: 1.0, **again, **fetches, total_at: -1.0, since: 1.0})
         following = passed_at + number + 1  # the next instant, or the end
         ways = {base + columns.ways_at + i: float(extra) for i, extra in enumerate(by_way) if extra}
         ties.append({passed: 1.0, following: -1.0, **ways})

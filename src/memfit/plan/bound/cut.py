@@ -6,9 +6,10 @@ then is here (and counts), or away in a tier, or has been dropped and is made ag
 it is made from, likewise here, away or made again. What is away was sent before the instant, and comes back after it:
 the copies of each channel have no more time than that, those that are made late or wanted soon have less. So the shares
 `here`, `away` and `again` of every plan obey the rows of this program, and its objective is what they add to the time
-of the ops: re-runs after the instant, waiting before it and after it, codes, slower ways of the op with a smaller
-workspace. Fractions of storages and everything that the rows do not speak of (re-runs before the instant, bytes while
-re-running, the order of transfers) are in the plan's favour, so the optimum is a lower bound.
+of the ops: re-runs after the instant, waiting before it and after it, codes, what compute loses to the transfers of
+what is away (to others it counts as waiting), slower ways of the op with a smaller workspace. Fractions of storages and
+everything that the rows do not speak of (re-runs before the instant, bytes while re-running, the order of transfers)
+are in the plan's favour, so the optimum is a lower bound.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from scipy.sparse import csr_matrix, vstack
 
 from memfit.cost.costs import OpCost
@@ -238,22 +240,24 @@ class Cuts:
         rows = [*self.send_rows, *self.fetch_rows]
         times = [send_time] * len(self.send_rows) + [fetch_time] * len(self.fetch_rows)
         end, begin = min(op, num_forward), max(op + 1, num_forward)
-        away = slice(columns.num_items, columns.again_at)
         for row in self.send_rows:
             for moment in _spread(columns.ready, end):  # made after it: sent after it
                 rows.append(row.copy())
-                rows[-1][away][np.tile(columns.ready < moment, len(columns.tiers))] = 0
+                _leave_out(rows[-1][columns.all_away], columns.ready < moment, columns.send_drag)
                 times.append(float(self._elapsed[end] - self._elapsed[moment + 1]))
         soon = self._next_uses(op) if self.fetch_rows else columns.last_use
         for row in self.fetch_rows:
             for moment in _spread(soon, num_ops):  # wanted by then: fetched by then
                 rows.append(row.copy())
-                rows[-1][away][np.tile(soon > moment, len(columns.tiers))] = 0
+                _leave_out(rows[-1][columns.all_away], soon > moment, columns.fetch_drag)
                 times.append(float(self._elapsed[moment] - self._elapsed[begin]))
         return rows, times
 
     def _whole_rows(self) -> tuple[list[Floats], list[Floats]]:
-        """For each channel the row of all that it carries out, and of all that it carries back."""
+        """For each channel the row of all that it carries out, and of all that it carries back.
+
+        What compute loses to a transfer is time for that and all others.
+        """
         columns = self.columns
         sends: list[Floats] = []
         fetches: list[Floats] = []
@@ -261,8 +265,9 @@ class Cuts:
             for tiers in self._channels(side):
                 row = -columns.encoding if side == "send" else -self.again - columns.longer
                 row[columns.before_at if side == "send" else columns.after_at] = -1
+                row[columns.all_away] = -columns.send_drag if side == "send" else -columns.fetch_drag
                 for tier in tiers:
-                    row[columns.away(0, tier) : columns.away(columns.num_items, tier)] = times[tier]
+                    row[columns.away(0, tier) : columns.away(columns.num_items, tier)] += times[tier]
                 found.append(row)
         return sends, fetches
 
@@ -305,6 +310,12 @@ class Cuts:
 
     def _whole_ps(self, value: float) -> int:
         return int(np.floor(value * self.columns.unit_ps))
+
+
+def _leave_out(away: Floats, items: npt.NDArray[np.bool_], drag: Floats) -> None:
+    """Take the transfers of these items out of a row of channel time; what compute may lose to them stays."""
+    in_all_tiers = np.tile(items, away.size // max(items.size, 1))
+    away[in_all_tiers] = -drag[in_all_tiers]
 
 
 def _spread(moments: Indices, end: int) -> list[int]:
