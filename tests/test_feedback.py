@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.cost.costs import OpCost
+from memfit.cost.costs import Costs, OpCost
 from memfit.cost.price_cache import PriceCache
+from memfit.cost.profile import measure
 from memfit.cost.signature import signature
 from memfit.resident import CannotMeasure, require_linux
 from memfit.run import feedback
@@ -47,6 +49,30 @@ def test_after_three_steps_one_line_compares_prediction_and_measurement(caplog: 
     found = model.memfit.measured
     assert found.predicted_growth_bytes == model.memfit.planned.timeline.ledger.growth_bytes
     assert found.step_s > 0 and found.predicted_step_s == model.memfit.planned.step_s > 0
+
+
+@pytest.mark.parametrize("times", [10_000.0, 1.0], ids=["too high", "as they are"])
+def test_prices_of_a_busy_machine_are_found_out_and_forgotten(
+    times: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(step: Any, **options: Any) -> Costs:
+        found = measure(step, **options)
+        prices = {key: replace(cost, time_ps=int(cost.time_ps * times)) for key, cost in found.by_signature.items()}
+        return replace(found, by_signature=prices)
+
+    monkeypatch.setattr("memfit.run.fitted.measure", busy)
+    monkeypatch.setattr(feedback, "_LEAST_STEP_S", 0.0)
+    if times == 1.0:  # of steps this small nobody can say how long they take
+        monkeypatch.setattr(feedback, "_FASTER", 0.0)
+    model = memfit.fit(net(), budget="1GiB", policy="keep")
+    train(model, 4)
+    warned = [r.getMessage() for r in caplog.records if "measured while the machine was busy" in r.getMessage()]
+    if times == 1.0:
+        assert not warned and PriceCache.here()._ops
+    else:
+        assert len(warned) == 1 and warned[0].startswith("fitted Sequential: a step takes 0.")
+        assert "call memfit.fit again when the machine is quiet" in warned[0]
+        assert not PriceCache.here()._ops
 
 
 def test_without_a_budget_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

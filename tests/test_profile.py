@@ -22,7 +22,7 @@ from memfit.cost.costs import OpCost, priced_calls
 from memfit.cost.links import measure_disk
 from memfit.cost.operands import Call, CannotRunAlone, Operands
 from memfit.cost.price_cache import PriceCache
-from memfit.cost.profile import measure, underestimated
+from memfit.cost.profile import measure, overpriced, underestimated
 from memfit.cost.profile_worker import NOISE_BYTES
 from memfit.cost.signature import signature
 from memfit.cost.stopwatch import Stopwatch, as_in_a_step
@@ -351,6 +351,21 @@ def test_corrections_stick(no_workspaces: None) -> None:
     underestimated(name, 5 * MIB)
     underestimated(name, 4 * MIB)
     assert measure(step).by_signature[name].workspace_bytes == 5 * MIB
+
+
+def test_prices_that_were_too_high_are_forgotten_and_workspaces_are_not(no_workspaces: None) -> None:
+    step = pictures()
+    costs = measure(step)
+    cache = PriceCache.here()
+    cache.add("of another step", OpCost(7))
+    cache.correct(next(iter(cache._ops)), 3 * MIB)
+    cache.save()
+    corrections = dict(cache._corrections)
+    overpriced(costs)
+    left = PriceCache.here()
+    assert left._ops == {"of another step": (7, 0)} and not left._figures
+    assert left._corrections == corrections and corrections
+    assert measure(step).num_estimated == 0, "all of it is measured anew"
 
 
 def test_an_interrupted_run_keeps_what_it_has(no_workspaces: None) -> None:

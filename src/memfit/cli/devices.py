@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from memfit.cli.screen import Screen
-from memfit.cli.target import HERE
+from memfit.cost.costs import HERE
 from memfit.cost.devices import EXAMPLE, Device, device, devices
 from memfit.errors import BadOption
 

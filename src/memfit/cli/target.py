@@ -16,7 +16,7 @@ from memfit.capture.step import Step
 from memfit.capture.step_cache import StepCache
 from memfit.capture.trace import capture
 from memfit.cli.screen import Screen
-from memfit.cost.costs import Costs
+from memfit.cost.costs import HERE, Costs
 from memfit.cost.devices import Device, device
 from memfit.cost.profile import measure
 from memfit.cost.roofline import FASTEST, roofline
@@ -24,7 +24,6 @@ from memfit.errors import BadOption
 from memfit.plan.policies.policy import Policy
 from memfit.report.step_module import loss_of
 
-HERE = "here"
 MEASURED = "measured"
 _CAP_S = 60.0
 # Planning must not need what it plans for: with its workspace, an op of that size takes about a GiB.

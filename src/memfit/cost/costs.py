@@ -16,6 +16,8 @@ from memfit.cost.signature import signature
 from memfit.errors import MemfitError
 
 PS_PER_S = 10**12
+HERE = "here"
+"""The name of this machine among devices: its costs are measured, not looked up."""
 
 
 def picoseconds(duration_s: float) -> int:

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -91,23 +91,28 @@ def measure_disk(folder: str | None = None) -> DiskSpeed:
             _whole(os.preadv(file, [view], index % _NUM_REQUESTS * _REQUEST_BYTES))
 
         total = _NUM_REQUESTS * _REQUEST_BYTES
-        write_bytes_per_s, read_bytes_per_s = total / write_s, total / read_s
-        return DiskSpeed(
-            write_bytes_per_s,
-            read_bytes_per_s,
-            statistics.median(waits),
-            _drag(write, write_bytes_per_s),
-            _drag(read, read_bytes_per_s),
+        speed = DiskSpeed(total / write_s, total / read_s, statistics.median(waits))
+        disk = os.fstat(file).st_dev, torch.get_num_threads()
+        if disk not in _LOST:  # it takes longer than all of the above
+            _LOST[disk] = tuple(_lost_s_per_byte(request) for request in (write, read))
+        lost_by_write, lost_by_read = _LOST[disk]
+        return replace(
+            speed,
+            write_drag=min(max(lost_by_write * speed.write_bytes_per_s, 0.0), 1.0),
+            read_drag=min(max(lost_by_read * speed.read_bytes_per_s, 0.0), 1.0),
         )
 
 
-def _drag(request: Callable[[int], None], bytes_per_s: float) -> float:
-    """What share of such requests' time kernels lose that run beside them.
+_LOST: dict[tuple[int, int], tuple[float, ...]] = {}
+"""By disk and number of threads, what this process has found: seconds that kernels lose by byte, written and read."""
+
+
+def _lost_s_per_byte(request: Callable[[int], None]) -> float:
+    """What kernels lose that run beside such requests, for each byte of these.
 
     Half of it by a kernel that waits for the cores and half by one that waits for the memory: a step has both.
     """
-    lost_s_per_byte = statistics.fmean(_lost_s_per_byte(kernel, request) for kernel in _kernels())
-    return min(max(lost_s_per_byte * bytes_per_s, 0.0), 1.0)
+    return statistics.fmean(_slowdown(kernel, request) for kernel in _kernels())
 
 
 def _kernels() -> Iterator[Callable[[], object]]:
@@ -117,7 +122,7 @@ def _kernels() -> Iterator[Callable[[], object]]:
     yield lambda: torch.add(b, b, out=total)
 
 
-def _lost_s_per_byte(kernel: Callable[[], object], request: Callable[[int], None]) -> float:
+def _slowdown(kernel: Callable[[], object], request: Callable[[int], None]) -> float:
     """How much longer a kernel takes for each byte that is moved meanwhile; the two arms take turns."""
     kernel()
     begun = time.perf_counter()

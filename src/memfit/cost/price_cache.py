@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,22 @@ class PriceCache:
             self._figures[name] = measure()
         return self._figures[name]
 
+    def forget_times(self, signatures: Iterable[str]) -> None:
+        """Forget how long these ops take and what the machine can do, on disk too. What ops hold stays known."""
+        self._read()
+        self._figures = {}
+        for signature in signatures:
+            self._ops.pop(signature, None)
+        self._write()
+
     def save(self) -> None:
         """Write everything to disk, with what other processes have written since."""
+        self._read()
+        self._write()
+
+    def _write(self) -> None:
         if self.file is None:
             return
-        self._read()
         content = {
             "format": _FORMAT,
             "machine": machine(),

@@ -3,6 +3,7 @@
     measure(step)                                  a Costs named "here"; what was measured before is not run again
     measure(step, ways=True)                       and what convolutions cost in chunks (cost/ways.py)
     underestimated(signature, workspace_bytes)     a real run held more: the next measure() knows
+    overpriced(costs)                              a real run was far faster: the next measure() takes all times anew
 
 Times are taken in this process under its own allocator (see stopwatch.py), workspaces in one that has malloc pinned
 (see [Note: pinned malloc] in resident.py). Ops are run one after the other, the most expensive first, and no more
@@ -24,7 +25,7 @@ from memfit.capture.rewrites.proof import PROOFS, Proofs
 from memfit.capture.step import Op, Step
 from memfit.codecs import kernels
 from memfit.codecs.registry import ALL_NAMES as CODECS
-from memfit.cost.costs import CodecRate, Costs, Link, OpCost, picoseconds, priced_calls
+from memfit.cost.costs import HERE, CodecRate, Costs, Link, OpCost, picoseconds, priced_calls
 from memfit.cost.densities import assumed_densities
 from memfit.cost.links import DiskSpeed, measure_disk
 from memfit.cost.operands import Call, CannotRunAlone
@@ -120,7 +121,7 @@ def measure(
     num_estimated = sum(cost.is_estimated for cost in prices.values())
     notes = [f"{num_estimated} of {len(prices)} kinds of ops are estimated, not measured"] if num_estimated else []
     return Costs(
-        device="here",
+        device=HERE,
         by_signature=by_signature | found.by_signature,
         links=links,
         codecs=codecs,
@@ -138,6 +139,12 @@ def underestimated(op_signature: str, workspace_bytes: int, *, cache: PriceCache
     cache = PriceCache.here() if cache is None else cache
     cache.correct(op_signature, workspace_bytes)
     cache.save()
+
+
+def overpriced(costs: Costs, *, cache: PriceCache | None = None) -> None:
+    """Forget the times in these costs: whatever slows a step down, nothing makes it faster than its ops are."""
+    cache = PriceCache.here() if cache is None else cache
+    cache.forget_times(costs.by_signature)
 
 
 def _distinct(*steps: Step) -> list[_Distinct]:

@@ -13,6 +13,7 @@ from memfit.capture.rewrites.chunks import WHOLE, num_chunks_of, proven_counts, 
 from memfit.capture.rewrites.proof import PROOFS, AssumedProofs, Proofs
 from memfit.capture.rewrites.tight import tight_above_bytes, tighten
 from memfit.capture.step import Step
+from memfit.cost.costs import HERE
 from memfit.cost.roofline import WORKSPACES
 from memfit.errors import MemfitError
 from memfit.plan.check import check
@@ -100,7 +101,7 @@ class Plan:
         above = data.get("tight_above_bytes")
         if isinstance(above, int):
             # Of a device that is not here nobody can ask whether the bits are the same.
-            step = tighten(step, above_bytes=above, proofs=proofs if device == "here" else AssumedProofs())
+            step = tighten(step, above_bytes=above, proofs=proofs if device == HERE else AssumedProofs())
         for key, ours in (("step", step.digest), ("torch", torch.__version__), ("device", device)):
             if data.get(key) != ours:
                 raise WrongPlan(

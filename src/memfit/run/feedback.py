@@ -28,8 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.cost.costs import Costs
-from memfit.cost.profile import underestimated
+from memfit.cost.costs import HERE, Costs
+from memfit.cost.profile import overpriced, underestimated
 from memfit.cost.signature import signature
 from memfit.plan.simulate import Timeline
 from memfit.resident import CannotMeasure, high_water_bytes, reset_high_water, resident_bytes, trim
@@ -44,6 +44,8 @@ NUM_WATCHED = _NUM_STEPS + 1
 """Steps that are not like all others: those, and one that may be observed op by op."""
 _MAX_BEGUN = 4 * _NUM_STEPS  # calls whose backward never comes, or comes late, must not be watched for ever
 _TOLERANCE, _SLACK_BYTES = 0.05, 8 << 20
+_FASTER, _LEAST_STEP_S = 0.6, 0.05
+"""A step of some length that takes less than that share of what was predicted: it was measured on a busy machine."""
 _NOISE_BYTES = 1 << 20  # pages, and Python's own objects
 _PARTS = ("in the forward half", "between the halves, where the caller computes the loss", "in the backward half")
 
@@ -223,6 +225,22 @@ class Feedback:
                 len(self._corrections),
             )
             log.info("%s: %s", self.path, self.measured.line)
+            self._doubt_prices(self.measured)
+
+    def _doubt_prices(self, measured: Measured) -> None:
+        """Where a step is much faster than the prices of its ops say, have them measured again the next time."""
+        is_faster = measured.step_s < _FASTER * measured.predicted_step_s
+        if self.costs.device != HERE or not is_faster or measured.predicted_step_s < _LEAST_STEP_S:
+            return
+        overpriced(self.costs)
+        log.warning(
+            "%s: a step takes %.3f s, and by the prices of its ops it would be %.3f: they were measured while the "
+            "machine was busy, and the plan weighed them against each other. They are forgotten. Let memfit measure "
+            "them again for a better plan: call memfit.fit again when the machine is quiet",
+            self.path,
+            measured.step_s,
+            measured.predicted_step_s,
+        )
 
     def _judge(self, grown_bytes: int) -> None:
         """Hold the first reading against the plan and the budget: is there reason to look closer?"""

@@ -10,8 +10,8 @@ from memfit import zoo
 from memfit.cli.benchmarks.networks import networks_asked_for
 from memfit.cli.options import duration
 from memfit.cli.screen import Screen, seconds
-from memfit.cli.target import HERE, Pricing, Target
-from memfit.cost.costs import Costs
+from memfit.cli.target import Pricing, Target
+from memfit.cost.costs import HERE, Costs
 from memfit.errors import BadOption
 from memfit.plan.budget import Budget
 from memfit.plan.planner import plan_step

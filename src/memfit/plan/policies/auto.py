@@ -12,7 +12,7 @@ from functools import cached_property
 from memfit.capture.rewrites.proof import PROOFS, AssumedProofs, Proofs
 from memfit.capture.rewrites.tight import tighten
 from memfit.capture.step import Step
-from memfit.cost.costs import Costs
+from memfit.cost.costs import HERE, Costs
 from memfit.plan.auto.judged import Judged
 from memfit.plan.auto.planner import Mix, MixPlanner
 from memfit.plan.auto.search import Effort
@@ -112,7 +112,7 @@ def decide(step: Step, costs: Costs, budget_bytes: int | None) -> Decided:
 
 def _proofs(costs: Costs) -> Proofs:
     """Whether ops give the same bits is tested on this machine; of others it is taken to be so."""
-    return PROOFS if costs.device == "here" else AssumedProofs()
+    return PROOFS if costs.device == HERE else AssumedProofs()
 
 
 def _forms(step: Step, costs: Costs) -> Forms:
