@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from memfit.codecs.registry import LOSSLESS_NAMES
 from memfit.cost.costs import CodecRate, Costs, Link, OpCost, free_of_charge, priced_calls
 from memfit.cost.signature import signature
 from memfit.errors import BadOption
-from memfit.plan.bound import Bounds, floor, lower_bound
+from memfit.plan.bound import Bounds, floor
 from memfit.plan.bound.cut import Cuts
 from memfit.plan.decisions import Encode, EncodeThenOffload, Recompute
 from memfit.plan.encode import encode_step, why_not_encode
@@ -183,6 +184,10 @@ def test_no_plan_is_better(layers: list[tuple[str, int, int]], links: str, extra
             assert bound.over_ps is not None, bound.describe()
             assert bound.over_ps <= min(within) - bound.keep_ps, bound.describe()
             assert bound.smallest_bytes <= budget
+            for num_solves in (8, 120):
+                refined = bounds.refined(bound, target_ps=sys.maxsize, num_solves=num_solves)
+                assert refined.over_ps is not None
+                assert bound.over_ps <= refined.over_ps <= min(within) - bound.keep_ps, refined.describe()
         else:
             assert bounds.floor().needed_bytes <= peaks[0]
 
@@ -209,9 +214,13 @@ def test_no_drawn_plan_is_better(layers: list[tuple[str, int, int]], links: str,
             if "cannot be decided to" not in str(error):
                 raise
             continue  # what a code has made superfluous cannot be recomputed
-        bound = lower_bound(step, costs, timeline.peak_bytes, codes={s: Encode(name) for s, name in coded.items()})
+        bounds = Bounds(step, costs, {s: Encode(name) for s, name in coded.items()})
+        bound = bounds.at(timeline.peak_bytes)
         assert bound.over_ps is not None, bound.describe()
         assert bound.over_ps <= timeline.step_ps - bound.keep_ps, bound.describe()
+        refined = bounds.refined(bound, target_ps=sys.maxsize, num_solves=60)
+        assert refined.over_ps is not None
+        assert bound.over_ps <= refined.over_ps <= timeline.step_ps - bound.keep_ps, refined.describe()
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
@@ -238,7 +247,7 @@ def test_what_can_be_sent_in_time_costs_nothing() -> None:
     fast, slow = (Link("host", "out", "back", TENSOR / s, TENSOR / s) for s in (1, 100))
     keep = simulate(lower(step, {}, priced(step, seconds)), priced(step, seconds))
     budget = keep.peak_bytes - TENSOR
-    with_fast, with_slow = (lower_bound(step, priced(step, seconds, links=(link,)), budget) for link in (fast, slow))
+    with_fast, with_slow = (Bounds(step, priced(step, seconds, links=(link,))).at(budget) for link in (fast, slow))
     assert with_fast.over_ps == 0
     assert with_slow.over_ps is not None and 2.5 * SECOND < with_slow.over_ps <= 3 * SECOND
 
@@ -270,8 +279,8 @@ def test_slower_ways_are_counted_for_every_op_that_is_forced() -> None:
     convolutions = {signature(step, op) for op in step.ops if op.target == "aten.convolution.default"}
     prices |= dict.fromkeys(convolutions, fast)
     costs = Costs("test", prices, algorithms={key: {"fast": fast, "slow": slow} for key in convolutions})
-    assert lower_bound(step, costs, 2 * 10**9).over_ps == 0
-    bound = lower_bound(step, costs, 10**9)
+    assert Bounds(step, costs).at(2 * 10**9).over_ps == 0
+    bound = Bounds(step, costs).at(10**9)
     assert bound.over_ps == 4 * 2 * SECOND
     picked = costs.picking(dict.fromkeys(costs.choices(step), "slow"))
     timeline = simulate(lower(step, {}, picked), picked)
@@ -285,7 +294,7 @@ def test_the_certificate_names_op_module_and_bytes() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 500))
     step = memfit.capture(model, (torch.zeros(64, 8),), loss=torch.Tensor.sum)
     costs = free_of_charge(step)
-    bound = lower_bound(step, costs, 1000)
+    bound = Bounds(step, costs).at(1000)
     assert bound.is_infeasible and bound.over_ps is None and bound.overhead is None
     known = bound.certificate
     assert known is not None and step.ops[known.op].target == known.target and step.ops[known.op].path == known.path
@@ -295,7 +304,7 @@ def test_the_certificate_names_op_module_and_bytes() -> None:
     assert f"(op {known.op}, " in text and "of module '" in text and f"at least {known.needed_bytes:,} bytes" in text
     assert text.endswith(f"Give at least {bound.smallest_bytes:,} bytes, or a smaller batch")
     assert floor(step, costs).describe().startswith(f"no plan needs less than {bound.smallest_bytes:,} bytes: while ")
-    within = lower_bound(step, costs, bound.smallest_bytes)
+    within = Bounds(step, costs).at(bound.smallest_bytes)
     assert not within.is_infeasible and "takes less than +" in within.describe()
 
 
@@ -311,18 +320,18 @@ def test_it_stops_at_the_target() -> None:
     step = chain(8)
     costs = priced(step, {"mul": 1, "tanh": 3, "tanh_backward": 3})
     peak = simulate(lower(step, {}, costs), costs).peak_bytes
-    whole = lower_bound(step, costs, peak - 3 * TENSOR)
-    assert whole.over_ps is not None and whole.num_cuts > 0
-    assert lower_bound(step, costs, peak - 3 * TENSOR, target_ps=-1).num_cuts == 0
-    early = lower_bound(step, costs, peak - 3 * TENSOR, target_ps=1)
-    assert early.over_ps is not None and 1 <= early.over_ps <= whole.over_ps and early.num_cuts == 1
+    whole = Bounds(step, costs).at(peak - 3 * TENSOR)
+    assert whole.over_ps is not None and whole.tried
+    assert Bounds(step, costs).at(peak - 3 * TENSOR, target_ps=-1).tried == ()
+    early = Bounds(step, costs).at(peak - 3 * TENSOR, target_ps=1)
+    assert early.over_ps is not None and 1 <= early.over_ps <= whole.over_ps and len(early.tried) == 1
 
 
 def test_budgets_that_are_none_are_refused() -> None:
     step = chain(2)
     with pytest.raises(BadOption, match="budget_bytes=-1: a bound is for a budget of bytes, not less than none"):
-        lower_bound(step, free_of_charge(step), -1)
-    assert lower_bound(step, free_of_charge(step), 0).is_infeasible
+        Bounds(step, free_of_charge(step)).at(-1)
+    assert Bounds(step, free_of_charge(step)).at(0).is_infeasible
 
 
 def test_an_estimate_is_no_more_than_the_cut() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from memfit.cli.benchmarks import auto, checkpoint_search, gist, overlap, peers, vdnn
+from memfit.cli.benchmarks import auto, checkpoint_search, gist, overlap, peers, planning, vdnn
 from memfit.cli.screen import Screen
 from memfit.errors import BadOption
 
@@ -15,6 +15,7 @@ _BENCHMARKS = {
     "gist": gist,
     "peers": peers,
     "auto": auto,
+    "planning": planning,
 }
 
 

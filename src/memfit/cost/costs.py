@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from memfit.capture.rerun_form import rerun_form
 from memfit.capture.rewrites.chunks import is_in_chunks
 from memfit.capture.step import Op, Step
-from memfit.cost.signature import signature
+from memfit.cost.signature import signature, signatures
 from memfit.errors import MemfitError
 
 PS_PER_S = 10**12
@@ -65,6 +65,10 @@ class Link:
 
     def fetch_ps(self, num_bytes: int) -> int:
         return picoseconds(self.latency_s + num_bytes / self.fetch_bytes_per_s)
+
+    @property
+    def has_drag(self) -> bool:
+        return self.send_drag > 0 or self.fetch_drag > 0
 
     def send_drag_ps(self, num_bytes: int) -> int:
         """What compute loses while so much is sent."""
@@ -131,8 +135,9 @@ class Costs:
 
     def choices(self, step: Step) -> dict[int, Mapping[str, OpCost]]:
         """The ops of the step that can be computed in several ways, by number: what each way costs, by name."""
-        keys = ((index, signature(step, op)) for index, op in enumerate(step.ops))
-        return {index: self.algorithms[key] for index, key in keys if key in self.algorithms} if self.algorithms else {}
+        if not self.algorithms:
+            return {}
+        return {index: self.algorithms[key] for index, key in enumerate(signatures(step)) if key in self.algorithms}
 
     def picking(self, picked: Mapping[int, str]) -> Costs:
         """The same prices with these ops computed these ways."""
@@ -153,7 +158,7 @@ class Costs:
         if op.target.startswith("memfit."):
             return self._of_codec(step, op)
         try:
-            key = signature(step, op)
+            key = signatures(step)[index]
             is_picked = index in self.picked and not is_in_chunks(op)  # else it is written into the step already
             cost = self.algorithms[key][self.picked[index]] if is_picked else self.by_signature[key]
             if not op.again:

@@ -26,6 +26,7 @@ _SHORT = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
+_KEPT = "_memfit_signatures"  # beside a Step's own cached properties, which know nothing of costs
 BY_SHORT = {short: dtype for dtype, short in _SHORT.items()}
 
 
@@ -50,6 +51,14 @@ def signature(step: Step, op: Op) -> str:
     parts = [text(arg) for arg in op.args]
     parts += [f"{key}={text(arg)}" for key, arg in op.kwargs]
     return f"{op.target}({'; '.join(parts)})"
+
+
+def signatures(step: Step) -> tuple[str, ...]:
+    """The signature of every op, in order; written once for each Step, as planners ask for them over and over."""
+    if _KEPT not in step.__dict__:
+        step.__dict__[_KEPT] = tuple(signature(step, op) for op in step.ops)
+    found: tuple[str, ...] = step.__dict__[_KEPT]
+    return found
 
 
 def layout(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> str:

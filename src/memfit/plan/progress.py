@@ -8,6 +8,9 @@ from contextvars import ContextVar
 
 Listener = Callable[[str], None]
 
+FIRST_PLAN = "first plan"
+"""How the line begins that says: now there is a plan within the budget."""
+
 _listener: ContextVar[Listener | None] = ContextVar("memfit_progress", default=None)
 
 

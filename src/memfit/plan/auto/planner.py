@@ -23,6 +23,11 @@ from memfit.plan.progress import tell
 
 NEAR_ENOUGH = 0.0002
 """Within that share of the step of what is proven best, the search ends."""
+_WORTH_REFINING = 0.003
+"""Of the step: if what is proven best is further away than that from the plan, more is done to prove it."""
+_NUM_SOLVES = 100
+_MOST_COLUMNS = 400
+"""In larger programs each tensor matters less, and solving takes longer."""
 _NUM_OFFERED = 8
 """So many of the newest best are judged, if the newest is not what the search took it for."""
 
@@ -94,7 +99,7 @@ class MixPlanner:
         search.begin()
         search.descend()
         tell("how good a plan can be")
-        bound = self.bounds.at(budget_bytes)
+        bound = self.bounds.at(budget_bytes, target_ps=self._enough_ps(search.best[1]) if search.fits else None)
         if bound.over_ps is not None:
             search.target_ps = bound.keep_ps + bound.over_ps + int(NEAR_ENOUGH * bound.keep_ps)
             for moves in rounded_starts(self.sites, bound.shares, self.plain.tiers):
@@ -111,6 +116,20 @@ class MixPlanner:
         best = self.judged.best(budget_bytes) or self.judged.smallest()
         assert best is not None
         return Mix(best, bound, search.num_evaluations, search.is_cut_short)
+
+    def refined(self, bound: Bound, step_ps: int) -> Bound:
+        """The bound with whole tensors, where a plan of that time is far from it and tensors are few."""
+        if bound.over_ps is None or self.bounds.columns.width > _MOST_COLUMNS:
+            return bound
+        if step_ps - bound.keep_ps - bound.over_ps <= _WORTH_REFINING * bound.keep_ps:
+            return bound
+        tell("how good a plan of whole tensors can be")
+        return self.bounds.refined(bound, target_ps=self._enough_ps(step_ps), num_solves=_NUM_SOLVES)
+
+    def _enough_ps(self, step_ps: int) -> int:
+        """Once a bound is that high, a plan of that time is near enough to it."""
+        keep_ps = self.keep.step_ps
+        return step_ps - keep_ps - int(NEAR_ENOUGH * keep_ps)
 
     def _take(self, search: Search, budget_bytes: int) -> None:
         """Judge what the search found; should that not fit after all, what it had found before."""

@@ -18,7 +18,7 @@ from memfit.plan.auto.sites import Site, moves_of
 from memfit.plan.decisions import Decisions
 from memfit.plan.evaluate import Rank
 from memfit.plan.problem import Problem
-from memfit.plan.progress import tell
+from memfit.plan.progress import FIRST_PLAN, tell
 
 _NUM_DESCENTS = 3
 """How many of the starts by price are descended from; greedy's, and those of other policies, come on top."""
@@ -164,5 +164,5 @@ class Search:
             self.best, self.best_moves = score, list(self.board.moves)
             self.history.append(self.best_moves)
             if self.fits:
-                word = "better" if was_fitting else "first"
-                tell(f"{word} plan by {found_by}, {self.num_evaluations:,} evaluations")
+                word = "better plan" if was_fitting else FIRST_PLAN
+                tell(f"{word} by {found_by}, {self.num_evaluations:,} evaluations")

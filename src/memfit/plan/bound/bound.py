@@ -1,9 +1,11 @@
 """The least time that any plan within a budget takes, with its proof; and the least budget that any plan is within.
 
-    bound = lower_bound(step, costs, budget_bytes, codes={storage: Encode("mask")})
+    bounds = Bounds(step, costs, codes={storage: Encode("mask")})
+    bound = bounds.at(budget_bytes)
     bound.overhead, bound.certificate, bound.describe()
+    bounds.refined(bound, target_ps=plan_ps - bound.keep_ps, num_solves=100)
 
-For many budgets of one step, `Bounds(step, costs, codes)` does the work that is the same for all of them once.
+What is the same for all budgets of a step is done once.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from memfit.capture.step import Step
 from memfit.cost.costs import Costs
 from memfit.errors import BadOption
 from memfit.plan.bound.account import Account
+from memfit.plan.bound.branching import most_proven
 from memfit.plan.bound.columns import Columns
 from memfit.plan.bound.coupled import coupled_ps
 from memfit.plan.bound.cut import Cut, Cuts, Share
@@ -30,6 +33,9 @@ _MOST_CUTS = 6
 _MOST_COUPLED = 8
 _MOST_COLUMNS = 6_000
 """Of several cuts in one program."""
+_SMALL_COLUMNS = 600
+"""Of one cut: such programs are solved in a moment."""
+_MOST_BRANCHED, _MOST_TIGHT = 8, 12
 _NUM_FLOOR_CUTS = 8
 _NEAR = 0.001
 """Of the keep plan's time: what is proven elsewhere to that is worth a cut of its own."""
@@ -69,7 +75,7 @@ class Bound:
         over_ps: no plan within the budget takes less than this longer than the keep plan. Below zero where codes or
             ways are faster than what the keep plan does. None if no plan is within the budget.
         cut: the instant that proves it; None if it needs none.
-        num_cuts: how many instants were tried.
+        tried: the cuts at all instants that were tried.
         certificate: why no plan is within the budget, if so.
         smallest_bytes: no plan is within a smaller budget than that.
         instant: the cut in words.
@@ -82,7 +88,7 @@ class Bound:
     smallest_bytes: int
     certificate: Certificate | None = None
     cut: Cut | None = None
-    num_cuts: int = 0
+    tried: tuple[Cut, ...] = field(default=(), repr=False)
     instant: str = ""
     shares: Mapping[int, Share] = field(default_factory=dict, repr=False)
 
@@ -153,18 +159,57 @@ class Bounds:
         if floor.needed_bytes > budget_bytes:
             return Bound(budget_bytes, account.keep_ps, None, floor.needed_bytes, floor.certificate)
         cuts = Cuts(account, self.columns, budget_bytes)
-        codings = account.codings
-        others = set(codings.added_ps) - set(self.columns.coded)
-        given_ps = sum(cuts.op_ps) - account.keep_ps + codings.sure_ps
-        given_ps += sum(min(codings.added_ps[storage], 0) for storage in others)
+        given_ps, added_ps = self._given_ps(cuts), account.codings.added_ps
         found = Bound(
             budget_bytes,
             account.keep_ps,
-            given_ps + sum(min(codings.added_ps[storage], 0) for storage in self.columns.coded),
+            given_ps + sum(min(added_ps[storage], 0) for storage in self.columns.coded),
             floor.needed_bytes,
         )
         search = _Search(self, cuts, given_ps, target_ps, found)
         return search.run()
+
+    def refined(self, bound: Bound, *, target_ps: int, num_solves: int) -> Bound:
+        """A bound of this step with whole tensors at the instants that say most: as high as the given one, or higher.
+
+        Ends where it reaches `target_ps`, or after so many programs.
+        """
+        if bound.over_ps is None or bound.over_ps >= target_ps:
+            return bound
+        cuts = Cuts(self.account, self.columns, bound.budget_bytes)
+        given_ps = self._given_ps(cuts)
+        ops = self._promising(cuts, bound)
+        found = most_proven(cuts, ops, target_ps=target_ps - given_ps, num_solves=num_solves)
+        if found is None or given_ps + found.over_ps <= bound.over_ps:
+            return bound
+        return replace(
+            bound,
+            over_ps=given_ps + found.over_ps,
+            cut=found.cut,
+            instant=f"{self.instant(found.op)}, with whole tensors",
+            shares=cuts.shares(found.cut),
+        )
+
+    def _promising(self, cuts: Cuts, bound: Bound) -> list[int]:
+        """Instants at which the most is proven with shares of tensors, and those with the least room."""
+        needed = self.account.needed_bytes
+        crowded = [
+            op for op in crowded_instants(self.account, bound.budget_bytes) if int(needed[op]) <= bound.budget_bytes
+        ]
+        known = {cut.op: cut.over_ps for cut in bound.tried if cut.over_ps is not None}
+        proofs = [cut.carried for cut in bound.tried if cut.carried is not None]
+        for op in crowded if proofs else ():
+            if op not in known:
+                known[op] = max(cuts.estimate(op, proof) for proof in proofs)
+        tightest = sorted(crowded, key=lambda op: (-int(needed[op]), op))[:_MOST_TIGHT]
+        return list(dict.fromkeys([*sorted(known, key=lambda op: (-known[op], op))[:_MOST_BRANCHED], *tightest]))
+
+    def _given_ps(self, cuts: Cuts) -> int:
+        """What every plan adds, whatever it does with the storages that are worth a decision."""
+        codings = self.account.codings
+        others = set(codings.added_ps) - set(self.columns.coded)
+        least_ps = sum(min(codings.added_ps[storage], 0) for storage in others)
+        return sum(cuts.op_ps) - self.account.keep_ps + codings.sure_ps + least_ps
 
     def certificate(self, op: int, needed_bytes: int) -> Certificate:
         """That any plan has so many bytes while the op runs."""
@@ -192,12 +237,14 @@ class _Search:
         starts = first_instants(account, crowded) if crowded else []
         for _ in range(_MOST_CUTS):
             op = starts.pop(0) if starts else self._most_promising()
+            if op is None:
+                op = self._tightest(crowded)
             if op is None or self._is_over():
                 break
             self._try(op, crowded)
         self._couple(crowded)
         shares = {} if self.best.cut is None else self.cuts.shares(self.best.cut)
-        return replace(self.best, num_cuts=len(self.tried), shares=shares)
+        return replace(self.best, tried=tuple(self.tried.values()), shares=shares)
 
     def _couple(self, crowded: list[int]) -> None:
         """Where compute waits, cut at several instants at once."""
@@ -223,6 +270,13 @@ class _Search:
         # As long as nothing is proven, what is no better than that is not worth a look.
         near_ps = 0 if self.best.cut is None else int(self.best.keep_ps * _NEAR)
         return op if self.given_ps + left[op] > self.best.over_ps - near_ps else None
+
+    def _tightest(self, crowded: list[int]) -> int | None:
+        """The untried instant with the least room, where programs are small: proofs of others say little about it."""
+        left = [op for op in crowded if op not in self.tried]
+        if not left or self.best.cut is None or self.bounds.columns.width > _SMALL_COLUMNS:
+            return None
+        return max(left, key=lambda op: int(self.bounds.account.needed_bytes[op]))
 
     def _is_over(self) -> bool:
         if self.best.over_ps is None:
@@ -251,21 +305,6 @@ class _Search:
             for other in crowded:
                 found = self.cuts.estimate(other, cut.carried)
                 self.estimates[other] = max(found, self.estimates.get(other, found))
-
-
-def lower_bound(
-    step: Step,
-    costs: Costs,
-    budget_bytes: int,
-    *,
-    codes: Decisions = _NO_CODES,
-    target_ps: int | None = None,
-) -> Bound:
-    """What no plan within the budget can be better than; plans may encode the storages in `codes` as these say.
-
-    With `target_ps` it stops as soon as the bound is as high as that.
-    """
-    return Bounds(step, costs, codes).at(budget_bytes, target_ps=target_ps)
 
 
 def floor(step: Step, costs: Costs, *, codes: Decisions = _NO_CODES) -> Floor:

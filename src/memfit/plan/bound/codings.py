@@ -21,6 +21,8 @@ class Coding:
     """One code that a storage may have.
 
     Attributes:
+        first_use: the first op of the step that is served by it, for which it is here or fetched; None where other
+            codes may change which op that is.
         last_use: the last op of the step that is served by it.
         on_code: the ops that read the code as it is, decoded for nobody.
     """
@@ -28,6 +30,7 @@ class Coding:
     storage: int
     num_bytes: int
     encode_ps: int
+    first_use: int | None
     last_use: int
     on_code: frozenset[int]
 
@@ -98,6 +101,7 @@ class _Comparison:
     def codings(self) -> Codings:
         touches: list[frozenset[int]] = [frozenset()] * len(self.step.ops)
         on_code: dict[int, set[int]] = {code: set() for code in self.code_of}
+        first_use: dict[int, int] = {}
         last_use = dict.fromkeys(self.code_of, -1)
         left: set[int] = set()
         tangled: set[int] = set()  # ops that two codes are about: which of them it reads depends on the others
@@ -109,6 +113,7 @@ class _Comparison:
             read_codes = touched & self.code_of.keys()
             served = read_codes | {self.decoded_from[s] for s in touched & self.decoded_from.keys()}
             for code in served:
+                first_use.setdefault(code, original)
                 last_use[code] = original
             if read_codes and len(self.plain[original] & self.coded) > 1:
                 tangled.add(original)
@@ -124,6 +129,7 @@ class _Comparison:
                 self.code_of[code],
                 self.encoded.storage_bytes[code],
                 encode_ps,
+                None if first_use.get(code) in tangled else first_use.get(code),
                 last_use[code],
                 frozenset(on_code[code]),
             )

@@ -250,6 +250,7 @@ class Cuts:
             for moment in _spread(soon, num_ops):  # wanted by then: fetched by then
                 rows.append(row.copy())
                 _leave_out(rows[-1][columns.all_away], soon > moment, columns.fetch_drag)
+                self._excuse_coded(rows[-1], soon > moment)
                 times.append(float(self._elapsed[moment] - self._elapsed[begin]))
         return rows, times
 
@@ -278,13 +279,25 @@ class Cuts:
         for name in dict.fromkeys(names):
             yield [tier for tier, other in enumerate(names) if other == name]
 
+    def _excuse_coded(self, row: Floats, is_later: npt.NDArray[np.bool_]) -> None:
+        """A storage that is encoded has no next use of its own: then the time of its transfer is not asked for."""
+        columns = self.columns
+        for storage, column in columns.column_of_coded.items():
+            item = columns.item_of[storage]
+            if not is_later[item]:
+                away = np.array([columns.away(item, tier) for tier in range(len(columns.tiers))])
+                row[column] -= float((row[away] + columns.fetch_drag[away - columns.num_items]).sum())
+
     def _next_uses(self, op: int) -> Indices:
-        """For each item the next op that uses it as it is; far in the future for what may have another form by then."""
+        """For each item the next op that uses it, as far as that is known."""
         columns, account = self.columns, self.account
         found = np.full(columns.num_items, account.num_ops, dtype=np.int64)
         for item, storage in enumerate(columns.storages):
-            if storage not in columns.column_of_coded:
-                found[item] = next((use for use in account.backward_uses[storage] if use > op), account.num_ops)
+            found[item] = next((use for use in account.backward_uses[storage] if use > op), account.num_ops)
+        for number, code in enumerate(columns.codes):
+            # Once an op was served, others may be by what was decoded for it.
+            if code.first_use is not None and code.first_use > op:
+                found[columns.code_item(number)] = code.first_use
         return found
 
     def shares(self, cut: Cut) -> dict[int, Share]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
-from scipy.sparse import csr_matrix, vstack
+from scipy.sparse import csr_matrix, hstack, vstack
 
 Floats = npt.NDArray[np.float64]
 
@@ -75,6 +75,28 @@ class LinearProgram:
         """The same with more rows, given as a dense block."""
         matrix = vstack([self.matrix, csr_matrix(rows)], format="csr")
         return LinearProgram(self.objective, matrix, np.append(self.limits, limits), self.lower, self.upper)
+
+    def within(self, lower: Floats, upper: Floats) -> LinearProgram:
+        """The same in another box."""
+        return LinearProgram(self.objective, self.matrix, self.limits, lower, upper)
+
+    def is_proven_infeasible(self) -> bool:
+        """Whether multipliers prove that no point of the box obeys the rows: each must be let go of by more than none.
+
+        One more variable says by how much; what is proven of its least is proven like any other bound.
+        """
+        num_rows, width = self.matrix.shape
+        slack = csr_matrix(-np.ones((num_rows, 1)))
+        most = abs(self.matrix) @ np.maximum(np.abs(self.lower), np.abs(self.upper)) + np.abs(self.limits)
+        loosened = LinearProgram(
+            np.append(np.zeros(width), 1.0),
+            hstack([self.matrix, slack], format="csr"),
+            self.limits,
+            np.append(self.lower, 0.0),
+            np.append(self.upper, float(most.max(initial=0)) + 1.0),
+        )
+        solved = loosened.solve()
+        return not solved.is_infeasible and solved.proven > 0
 
     def solve(self) -> Solved:
         """The optimum, and the proof of it."""

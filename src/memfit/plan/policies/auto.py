@@ -57,7 +57,7 @@ class Forms:
         mix = self.plain.plan(budget_bytes, effort)
         fits = mix.plan.peak_bytes <= budget_bytes
         if (fits and mix.plan.found_by == "keep") or self.tight is None:
-            return mix, self.step
+            return replace(mix, bound=self.plain.refined(mix.bound, mix.plan.step_ps) if fits else mix.bound), self.step
         bound = self.tight.bounds.at(budget_bytes)
         near_ps = mix.plan.step_ps - int(_NEEDS_TIGHT * mix.bound.keep_ps)
         known = self.tight.judged.best(budget_bytes)
@@ -71,7 +71,10 @@ class Forms:
         if is_better:
             assert known is not None
             best = known
-        return replace(mix, plan=best, bound=_weaker(mix.bound, bound)), self.tight.step if is_better else self.step
+        proven = [mix.bound, bound]
+        if best.peak_bytes <= budget_bytes:
+            proven = [f.refined(b, best.step_ps) for f, b in zip((self.plain, self.tight), proven, strict=True)]
+        return replace(mix, plan=best, bound=_weaker(*proven)), self.tight.step if is_better else self.step
 
 
 def _rank(plan: Judged, budget_bytes: int) -> tuple[int, int]:
