@@ -49,17 +49,20 @@ class Mix:
     is_cut_short: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class MixPlanner:
     """Plans one step at one list of prices, for one budget after another: each profits from those before.
 
     Attributes:
         codes: the storages that may be encoded, and how.
+        asks_offloading: whether policies that offload are asked. No plan may be slower than theirs of the step as it
+            is; of its other form they would only be places to start from, and they take the longest.
     """
 
     step: Step
     costs: Costs
     codes: Mapping[int, Encode]
+    asks_offloading: bool = True
     judged: Judgements = field(default_factory=Judgements)
 
     @cached_property
@@ -84,33 +87,52 @@ class MixPlanner:
 
     @cached_property
     def _singles(self) -> Singles:
-        return Singles(self.step, self.costs)
+        return Singles(self.step, self.costs, offloading=self.asks_offloading)
 
-    def plan(self, budget_bytes: int, effort: Effort, *, seeds: Iterable[Judged] = ()) -> Mix:
-        """The best mix within the budget; `seeds` are plans of another form of the step to start from."""
+    def plan(
+        self, budget_bytes: int, effort: Effort, *, seeds: Iterable[Judged] = (), bound: Bound | None = None
+    ) -> Mix:
+        """The best mix within the budget; `seeds` are plans of another form of the step to start from.
+
+        `bound` is that of this step at this budget, if it is known.
+        """
         if self.keep.peak_bytes <= budget_bytes:
             tell("everything fits: nothing to do")
-            return Mix(self.keep, self.bounds.at(budget_bytes))
+            self.judged.add(self.keep)
+            return Mix(self.keep, self.bounds.at(budget_bytes) if bound is None else bound)
+        search = self.begin(budget_bytes, effort, seeds=seeds)
+        if bound is None:
+            tell("how good a plan can be")
+            bound = self.bounds.at(budget_bytes, target_ps=self._enough_ps(search.best[1]) if search.fits else None)
+        return self.finish(search, bound)
+
+    def begin(self, budget_bytes: int, effort: Effort, *, seeds: Iterable[Judged] = ()) -> Search:
+        """A search that has its first plans, if there are any."""
         search = Search(self.plain, self.coded, self.sites, budget_bytes, effort=effort.on(self.plain.num_ops))
         for known in self.judged.plans:
             search.offer_decisions(known.decisions, f"the plan of a budget of {known.room_bytes} bytes")
         for seed in seeds:
-            search.offer_decisions(seed.decisions, "the plan of the plain step")
+            search.offer_decisions(seed.decisions, "the plan of the step's other form")
         search.begin()
         search.descend()
-        tell("how good a plan can be")
-        bound = self.bounds.at(budget_bytes, target_ps=self._enough_ps(search.best[1]) if search.fits else None)
+        return search
+
+    def finish(self, search: Search, bound: Bound) -> Mix:
+        """What the search comes to with all its evaluations."""
+        budget_bytes = bound.budget_bytes
         if bound.over_ps is not None:
             search.target_ps = bound.keep_ps + bound.over_ps + int(NEAR_ENOUGH * bound.keep_ps)
             for moves in rounded_starts(self.sites, bound.shares, self.plain.tiers):
                 search.offer(moves, "rounding")
             search.descend()
             search.relieve()
+        search.anneal()
+        if bound.over_ps is not None:
+            # The better the best, the fewer policies are left that are not proven to be slower.
             for single in self._singles.plans(budget_bytes, lambda: search.best[1] if search.fits else None):
                 self.judged.add(single)
                 search.offer_decisions(single.decisions, single.found_by)
             search.descend()
-        search.anneal()
         search.search_windows()
         self._take(search, budget_bytes)
         best = self.judged.best(budget_bytes) or self.judged.smallest()

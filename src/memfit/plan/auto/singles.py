@@ -52,12 +52,12 @@ class Family:
 class Singles:
     """Single policies on one step at one list of prices."""
 
-    def __init__(self, step: Step, costs: Costs) -> None:
+    def __init__(self, step: Step, costs: Costs, *, offloading: bool = True) -> None:
         self._step = step
         self._costs = costs
         cached = lru_cache(maxsize=4)
         self._families = [Family(ENCODING, lambda _: 0), Family(RECOMPUTING, cached(self._least_by_recomputing_ps))]
-        if costs.links:
+        if costs.links and offloading:
             self._families.append(Family(OFFLOADING, cached(self._least_by_offloading_ps)))
 
     def plans(self, budget_bytes: int, known_ps: Callable[[], int | None]) -> Iterator[Judged]:

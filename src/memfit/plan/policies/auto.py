@@ -5,6 +5,7 @@ Says how good that is: beside the plan stands a proven lower bound on the time o
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,8 +26,8 @@ EFFORT = Effort()
 
 _TIGHT_SHARE = 4
 """Ops that touch more than that part of what the largest does are made to hold less, where the budget needs it."""
-_NEEDS_TIGHT = 0.01
-"""It does where nothing fits, or where the tight form may be that share of the step faster."""
+_WORTH_A_SEARCH = 0.01
+"""A second form is searched where nothing fits, or where by its bound it may be that share of the step faster."""
 
 _lock = threading.Lock()
 _last: list[Forms] = []
@@ -50,31 +51,50 @@ class Forms:
         form = tighten(self.step, above_bytes=largest // _TIGHT_SHARE, proofs=_proofs(self.costs))
         if form is self.step or not self.costs.covers(form):
             return None
-        return MixPlanner(form, self.costs, lossless_codes(form, self.costs))
+        return MixPlanner(form, self.costs, lossless_codes(form, self.costs), asks_offloading=False)
 
     def plan(self, budget_bytes: int, effort: Effort) -> tuple[Mix, Step]:
         """The best mix within the budget, and the form of the step that it is for."""
-        mix = self.plain.plan(budget_bytes, effort)
-        fits = mix.plan.peak_bytes <= budget_bytes
-        if (fits and mix.plan.found_by == "keep") or self.tight is None:
+        if self.plain.keep.peak_bytes <= budget_bytes or self.tight is None:
+            mix = self.plain.plan(budget_bytes, effort)
+            fits = mix.plan.peak_bytes <= budget_bytes
             return replace(mix, bound=self.plain.refined(mix.bound, mix.plan.step_ps) if fits else mix.bound), self.step
-        bound = self.tight.bounds.at(budget_bytes)
-        near_ps = mix.plan.step_ps - int(_NEEDS_TIGHT * mix.bound.keep_ps)
-        known = self.tight.judged.best(budget_bytes)
-        if not fits or (bound.over_ps is not None and bound.keep_ps + bound.over_ps < near_ps):
-            tell("with ops that hold less")
-            found = self.tight.plan(budget_bytes, effort, seeds=[mix.plan])
-            mix = replace(mix, num_evaluations=mix.num_evaluations + found.num_evaluations)
-            bound, known = found.bound, found.plan
-        plain_rank, best = _rank(mix.plan, budget_bytes), mix.plan
-        is_better = known is not None and _rank(known, budget_bytes) < plain_rank
-        if is_better:
-            assert known is not None
-            best = known
-        proven = [mix.bound, bound]
+        begun = self.plain.begin(budget_bytes, effort)
+
+        def searched(form: MixPlanner, seeds: list[Judged]) -> Mix:
+            if form is not self.plain:
+                return form.plan(budget_bytes, effort, seeds=seeds, bound=bounds[form])
+            for seed in seeds:
+                begun.offer_decisions(seed.decisions, "the plan with ops that hold less")
+            return form.finish(begun, bounds[form])
+
+        tell("how good a plan can be")
+        bounds = {form: form.bounds.at(budget_bytes) for form in (self.plain, self.tight)}
+        # The form that can be the faster one first: what it finds may prove that the other cannot be better.
+        first, second = sorted(bounds, key=lambda form: (_least_ps(bounds[form]), form is self.tight))
+        mix = searched(first, [])
+        near_ps = mix.plan.step_ps - int(_WORTH_A_SEARCH * mix.bound.keep_ps)
+        if mix.plan.peak_bytes > budget_bytes or _least_ps(bounds[second]) < near_ps:
+            tell("with ops that hold less" if second is self.tight else "with ops as they are")
+            found = searched(second, [mix.plan])
+            mix = replace(
+                mix,
+                num_evaluations=mix.num_evaluations + found.num_evaluations,
+                is_cut_short=mix.is_cut_short or found.is_cut_short,
+            )
+        # Of a form that was not searched, plans of smaller budgets may be known.
+        known = {form: form.judged.best(budget_bytes) or form.judged.smallest() for form in (first, second)}
+        plans = {form: plan for form, plan in known.items() if plan is not None}
+        chosen = min(plans, key=lambda form: (*_rank(plans[form], budget_bytes), form is second))
+        best = plans[chosen]
         if best.peak_bytes <= budget_bytes:
-            proven = [f.refined(b, best.step_ps) for f, b in zip((self.plain, self.tight), proven, strict=True)]
-        return replace(mix, plan=best, bound=_weaker(*proven)), self.tight.step if is_better else self.step
+            bounds = {form: form.refined(bound, best.step_ps) for form, bound in bounds.items()}
+        return replace(mix, plan=best, bound=_weaker(bounds[self.plain], bounds[self.tight])), chosen.step
+
+
+def _least_ps(bound: Bound) -> int:
+    """What any plan of that form takes at least; more than any of the other where none fits."""
+    return sys.maxsize if bound.over_ps is None else bound.keep_ps + bound.over_ps
 
 
 def _rank(plan: Judged, budget_bytes: int) -> tuple[int, int]:
