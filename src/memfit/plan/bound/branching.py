@@ -105,7 +105,9 @@ class Branching:
         if leaf.point is None:
             return None
         from_whole = np.minimum(leaf.point, 1 - leaf.point)
-        from_whole[[self.cuts.columns.before_at, self.cuts.columns.after_at]] = 0  # time comes in any amount
+        columns = self.cuts.columns
+        from_whole[[columns.before_at, columns.after_at]] = 0  # time comes in any amount
+        from_whole[columns.due_at : columns.before_at] = 0  # whole where the others are
         from_whole[leaf.lower == leaf.upper] = 0
         if from_whole.max(initial=0) <= _WHOLE:
             return None

@@ -2,7 +2,8 @@
 
 Items are the storages that are worth a decision, and behind them the codes they may have. Columns, in this order: how
 much of each item is here; how much of it is away in each tier; whether each op is run again; whether each code is made
-again; whether each storage is encoded at all; waiting before the instant and after it; the ways of the instant's op.
+again; whether each storage is encoded at all; how much of such a storage is away in each tier to be read whole; waiting
+before the instant and after it; the ways of the instant's op.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Columns:
         self.encode_at = self.again_at + len(self.ops)
         coded_at = self.encode_at + len(self.codes)
         self.column_of_coded = {storage: coded_at + number for number, storage in enumerate(self.coded)}
-        self.before_at = coded_at + len(self.coded)
+        self.due_at = coded_at + len(self.coded)
+        self.before_at = self.due_at + len(self.coded) * len(self.tiers)
         self.after_at = self.before_at + 1
         self.ways_at = self.after_at + 1
         self.width = self.ways_at + max((len(ways) for ways in account.ways), default=1)
@@ -49,6 +51,9 @@ class Columns:
 
     def away(self, item: int, tier: int) -> int:
         return self.num_items * (1 + tier) + item
+
+    def due(self, storage: int, tier: int) -> int:
+        return self.due_at + self.coded.index(storage) * len(self.tiers) + tier
 
     @property
     def all_away(self) -> slice:
@@ -89,8 +94,19 @@ class Columns:
             [*(s in account.can_be_sent for s in storages), *(bool(self.tiers) for _ in codes)], dtype=bool
         )
 
+        # The first and the last op that codes of a storage serve; all of the step where other codes may change that.
+        self.served: dict[int, tuple[int, int]] = {}
+        for code in codes:
+            first, last = self.served.get(code.storage, (never, -1))
+            known = (0, never) if code.first_use is None else (code.first_use, code.last_use)
+            self.served[code.storage] = (min(first, known[0]), max(last, known[1]))
+
     def _collect_rows(self) -> None:
-        """What is needed is held in some form; what is run again has what it reads; codes are only of what is coded."""
+        """What is needed is held in some form; what is run again has what it reads; codes are only of what is coded.
+
+        A storage that is encoded may be away as well, for others to be made from: nobody knows when that is wanted.
+        Only where it is not encoded is it due at its next use.
+        """
         rows, reruns = Rows(), self.account.reruns
         needs: list[tuple[int, int]] = []  # row, item: it binds as long as the item is to be used
         sources: list[tuple[int, int]] = []  # row, item: it binds once the item has been made
@@ -117,6 +133,10 @@ class Columns:
             *stored, made = ((column, 1.0) for column, _ in self._code_held(number))
             rows.add(*stored, (encoded, -1.0))
             rows.add(made, (encoded, -1.0))
+        for storage, encoded in self.column_of_coded.items():
+            for tier in range(len(self.tiers)):
+                away = self.away(self.item_of[storage], tier)
+                rows.add((away, 1.0), (encoded, -1.0), (self.due(storage, tier), -1.0))
         self.rows = rows.matrix(self.width)
         self._needs, self._needed = _columns_of(needs)
         self._sources, self._sourced = _columns_of(sources)

@@ -52,9 +52,11 @@ def coupled_ps(cuts: Cuts, ops: list[int]) -> int:
         )
         ties.append({base + columns.before_at: 1.0, **sends, before: -1.0})
         again = {base + int(c): float(cuts.again[c]) for c in np.flatnonzero(cuts.again)}
-        ties.append({base + columns.after_at: 1.0, **again, **fetches, total_at: -1.0, since: 1.0})
-        following = passed_at + number + 1  # the next instant, or the end
         ways = {base + columns.ways_at + i: float(extra) for i, extra in enumerate(by_way) if extra}
+        # So is what a slower way takes, as soon as the op has begun; in the forward half that is before the boundary.
+        slower = {} if is_forward else ways
+        ties.append({base + columns.after_at: 1.0, **again, **fetches, **slower, total_at: -1.0, since: 1.0})
+        following = passed_at + number + 1  # the next instant, or the end
         ties.append({passed: 1.0, following: -1.0, **ways})
         ties += [{base + column: 1.0, shared_at + i: -1.0} for i, column in enumerate(coded)]
     num_before = sum(op < cuts.account.num_forward for op in ops)

@@ -27,8 +27,10 @@ from memfit.plan.bound.account import Account
 from memfit.plan.bound.columns import Columns, Indices
 from memfit.plan.bound.linear import Floats, LinearProgram, Rows
 
-_NUM_WINDOWS = 5
+_NUM_WINDOWS, _MANY_WINDOWS = 5, 40
 """For so many moments, what is made after it or wanted before it passes its channel in the time that is left."""
+_MANY_COLUMNS = 600
+"""Programs with more have few windows: where tensors are many and small, the moments between say little more."""
 _BYTE_UNITS = 1_000  # in the budget
 
 
@@ -240,17 +242,19 @@ class Cuts:
         rows = [*self.send_rows, *self.fetch_rows]
         times = [send_time] * len(self.send_rows) + [fetch_time] * len(self.fetch_rows)
         end, begin = min(op, num_forward), max(op + 1, num_forward)
+        most = _NUM_WINDOWS if columns.width > _MANY_COLUMNS else _MANY_WINDOWS
         for row in self.send_rows:
-            for moment in _spread(columns.ready, end):  # made after it: sent after it
+            for moment in _spread(columns.ready, end, most):  # made after it: sent after it
                 rows.append(row.copy())
                 _leave_out(rows[-1][columns.all_away], columns.ready < moment, columns.send_drag)
                 times.append(float(self._elapsed[end] - self._elapsed[moment + 1]))
         soon = self._next_uses(op) if self.fetch_rows else columns.last_use
         for row in self.fetch_rows:
-            for moment in _spread(soon, num_ops):  # wanted by then: fetched by then
+            for moment in _spread(soon, num_ops, most):  # wanted by then: fetched by then
                 rows.append(row.copy())
                 _leave_out(rows[-1][columns.all_away], soon > moment, columns.fetch_drag)
                 self._excuse_coded(rows[-1], soon > moment)
+                self._leave_out_reading(rows[-1], op, moment)
                 times.append(float(self._elapsed[moment] - self._elapsed[begin]))
         return rows, times
 
@@ -280,13 +284,23 @@ class Cuts:
             yield [tier for tier, other in enumerate(names) if other == name]
 
     def _excuse_coded(self, row: Floats, is_later: npt.NDArray[np.bool_]) -> None:
-        """A storage that is encoded has no next use of its own: then the time of its transfer is not asked for."""
+        """A storage that is encoded has no next use of its own: time is asked for what of it is due, not for all."""
+        columns = self.columns
+        for storage in columns.coded:
+            item = columns.item_of[storage]
+            for tier in range(0 if is_later[item] else len(columns.tiers)):
+                away = columns.away(item, tier)
+                drag = columns.fetch_drag[away - columns.num_items]
+                row[columns.due(storage, tier)] = row[away] + drag
+                row[away] = -drag
+
+    def _leave_out_reading(self, row: Floats, op: int, moment: int) -> None:
+        """Reading a code takes its time where ops are served by it: not if all of them are before or after a window."""
         columns = self.columns
         for storage, column in columns.column_of_coded.items():
-            item = columns.item_of[storage]
-            if not is_later[item]:
-                away = np.array([columns.away(item, tier) for tier in range(len(columns.tiers))])
-                row[column] -= float((row[away] + columns.fetch_drag[away - columns.num_items]).sum())
+            first, last = columns.served[storage]
+            if last <= op or moment < first:
+                row[column] = 0.0
 
     def _next_uses(self, op: int) -> Indices:
         """For each item the next op that uses it, as far as that is known."""
@@ -331,9 +345,9 @@ def _leave_out(away: Floats, items: npt.NDArray[np.bool_], drag: Floats) -> None
     away[in_all_tiers] = -drag[in_all_tiers]
 
 
-def _spread(moments: Indices, end: int) -> list[int]:
-    """A few of the moments before the end, evenly."""
+def _spread(moments: Indices, end: int, most: int) -> list[int]:
+    """At most so many of the moments before the end, evenly."""
     known = np.unique(moments[moments < end])
     if not known.size:
         return []
-    return sorted({int(known[i]) for i in np.linspace(0, known.size - 1, _NUM_WINDOWS).astype(int)})
+    return sorted({int(known[i]) for i in np.linspace(0, known.size - 1, most).astype(int)})
