@@ -27,7 +27,7 @@ EFFORT = Effort()
 _TIGHT_SHARE = 4
 """Ops that touch more than that part of what the largest does are made to hold less, where the budget needs it."""
 _WORTH_A_SEARCH = 0.01
-"""A second form is searched where nothing fits, or where by its bound it may be that share of the step faster."""
+"""The tight form is searched where nothing fits, or where by its bound it may be that share of the step faster."""
 
 _lock = threading.Lock()
 _last: list[Forms] = []
@@ -72,16 +72,12 @@ class Forms:
         bounds = {form: form.bounds.at(budget_bytes) for form in (self.plain, self.tight)}
         # The form that can be the faster one first: what it finds may prove that the other cannot be better.
         first, second = sorted(bounds, key=lambda form: (_least_ps(bounds[form]), form is self.tight))
-        mix = searched(first, [])
-        near_ps = mix.plan.step_ps - int(_WORTH_A_SEARCH * mix.bound.keep_ps)
-        if mix.plan.peak_bytes > budget_bytes or _least_ps(bounds[second]) < near_ps:
+        mixes = {first: (mix := searched(first, []))}
+        # Single policies are asked about the plain form, and none may be faster, not even by little.
+        worth_ps = int(_WORTH_A_SEARCH * mix.bound.keep_ps) if second is self.tight else 0
+        if mix.plan.peak_bytes > budget_bytes or _least_ps(bounds[second]) < mix.plan.step_ps - worth_ps:
             tell("with ops that hold less" if second is self.tight else "with ops as they are")
-            found = searched(second, [mix.plan])
-            mix = replace(
-                mix,
-                num_evaluations=mix.num_evaluations + found.num_evaluations,
-                is_cut_short=mix.is_cut_short or found.is_cut_short,
-            )
+            mixes[second] = searched(second, [mix.plan])
         # Of a form that was not searched, plans of smaller budgets may be known.
         known = {form: form.judged.best(budget_bytes) or form.judged.smallest() for form in (first, second)}
         plans = {form: plan for form, plan in known.items() if plan is not None}
@@ -89,7 +85,13 @@ class Forms:
         best = plans[chosen]
         if best.peak_bytes <= budget_bytes:
             bounds = {form: form.refined(bound, best.step_ps) for form, bound in bounds.items()}
-        return replace(mix, plan=best, bound=_weaker(bounds[self.plain], bounds[self.tight])), chosen.step
+        whole = Mix(
+            best,
+            _weaker(bounds[self.plain], bounds[self.tight]),
+            begun.num_evaluations + (mixes[self.tight].num_evaluations if self.tight in mixes else 0),
+            any(found.is_cut_short for found in mixes.values()),
+        )
+        return whole, chosen.step
 
 
 def _least_ps(bound: Bound) -> int:
