@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from planning import TENSOR, chain, planned_network, priced, tanh_storages
 from test_bound import LAYERS, LINKS, drawn_codes, drawn_costs, drawn_step
@@ -65,6 +65,12 @@ def planned(step: Step, costs: Costs, budget: str | int, policy: str = "auto") -
     suppress_health_check=list(HealthCheck),
 )
 @given(LAYERS, st.sampled_from(sorted(LINKS)), st.booleans(), st.integers(0, 10_000))
+@example(  # codes of storages that nothing is decided about
+    [("softmax", 1, 2), ("softmax", 1, 2), ("tanh", 1, 2), ("dropout", 1, 0), ("softmax", 1, 0)],
+    "both, compute slows",
+    True,
+    215,
+)
 def test_it_is_as_good_as_all_plans_of_its_moves(
     layers: list[tuple[str, int, int]], links: str, with_ways: bool, seed: int
 ) -> None:

@@ -331,7 +331,7 @@ def test_the_cap_is_shared_by_all_that_is_measured(run_json: Run, monkeypatch: p
     monkeypatch.setattr(target_module, "measure", measure)
     code, found, _ = run_json("compare", NET, "--cap", "7")
     assert code == 0 and found["device"] == "here"
-    assert caps[0] == 7 and 6 < caps[1] < 7 and len(caps) == 2
+    assert caps[0] == 7 and 0 <= caps[1] < 7 and len(caps) == 2, "what the first took is gone"
     assert [row["budget_bytes"] for row in found["rows"]] == [None] * len(EXACT), "this machine's memory is not known"
 
 

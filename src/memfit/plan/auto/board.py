@@ -39,7 +39,10 @@ class Board:
         self.allowance = allowance
         self.moves = [0] * len(self.sites)
         self.evaluator = Evaluator.of(coded.problem)
-        self._states = self.evaluator.array(coded.problem.default_states())
+        states = coded.problem.default_states()
+        for storage in coded.codes:
+            states[storage] = KEEP  # by default as if no code were on, whether or not anything is decided about it
+        self._states = self.evaluator.array(states)
         self._is_on: set[int] = set()
         self._switchboard = (
             Switchboard(coded, self.evaluator) if coded.codes and isinstance(self.evaluator, NativeEvaluator) else None
