@@ -63,23 +63,37 @@ def test_after_three_steps_one_line_compares_prediction_and_measurement(caplog: 
     assert found.step_s > 0 and found.predicted_step_s == model.memfit.planned.step_s > 0
 
 
-@pytest.mark.parametrize("times", [10_000.0, 1.0], ids=["too high", "as they are"])
+@pytest.mark.parametrize(
+    ("times", "change", "is_found_out"),
+    [
+        (10_000.0, {}, True),
+        (0.0001, {}, False),
+        (10_000.0, {"device": "elsewhere"}, False),
+        (10_000.0, {"is_estimated": True}, False),
+    ],
+    ids=["too high", "too low", "of another device", "only estimated"],
+)
 def test_prices_of_a_busy_machine_are_found_out_and_forgotten(
-    times: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    times: float,
+    change: dict[str, Any],
+    is_found_out: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def busy(step: Any, **options: Any) -> Costs:
         found = measure(step, **options)
-        prices = {key: replace(cost, time_ps=int(cost.time_ps * times)) for key, cost in found.by_signature.items()}
-        return replace(found, by_signature=prices)
+        is_estimated = change.get("is_estimated", False)
+        prices = {
+            key: replace(cost, time_ps=int(cost.time_ps * times), is_estimated=is_estimated)
+            for key, cost in found.by_signature.items()
+        }
+        return replace(found, by_signature=prices, device=change.get("device", found.device))
 
     monkeypatch.setattr("memfit.run.fitted.measure", busy)
-    monkeypatch.setattr(feedback, "_LEAST_STEP_S", 0.0)
-    if times == 1.0:  # of steps this small nobody can say how long they take
-        monkeypatch.setattr(feedback, "_FASTER", 0.0)
     model = memfit.fit(net(), budget="1GiB", policy="keep")
     train(model, 4)
     warned = [r.getMessage() for r in caplog.records if "measured while the machine was busy" in r.getMessage()]
-    if times == 1.0:
+    if not is_found_out:
         assert not warned and PriceCache.here()._ops
     else:
         assert len(warned) == 1 and warned[0].startswith("fitted Sequential: a step takes 0.")

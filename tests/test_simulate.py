@@ -9,6 +9,7 @@ import pytest
 from planning import SECOND, TENSOR, chain, planned_network, priced, tanh_storages
 
 from memfit.cost.costs import Link, free_of_charge
+from memfit.errors import BadOption
 from memfit.plan.decisions import Offload, Recompute
 from memfit.plan.ledger import Ledger
 from memfit.plan.lower import lower
@@ -72,6 +73,12 @@ def test_what_compute_loses_to_transfers_counts_where_they_begin() -> None:
         i for i, instruction in enumerate(program.instructions) if isinstance(instruction, (SendStart, FetchStart))
     ]
     assert [timeline.ends_ps[i] - timeline.starts_ps[i] for i in starts] == [SECOND, SECOND]
+
+
+@pytest.mark.parametrize(("name", "drag"), [("send_drag", 1.5), ("fetch_drag", -0.1), ("fetch_drag", float("nan"))])
+def test_a_drag_is_a_share(name: str, drag: float) -> None:
+    with pytest.raises(BadOption, match=rf"link to 'host': {name}=.*: give a share of the transfer's time, 0 to 1"):
+        replace(SLOW, **{name: drag})
 
 
 def test_one_channel_takes_one_transfer_at_a_time_and_latency_counts_once_each() -> None:

@@ -13,7 +13,7 @@ from memfit.capture.rerun_form import rerun_form
 from memfit.capture.rewrites.chunks import is_in_chunks
 from memfit.capture.step import Op, Step
 from memfit.cost.signature import signature, signatures
-from memfit.errors import MemfitError
+from memfit.errors import BadOption, MemfitError
 
 PS_PER_S = 10**12
 HERE = "here"
@@ -59,6 +59,11 @@ class Link:
     latency_s: float = 0.0
     send_drag: float = 0.0
     fetch_drag: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("send_drag", "fetch_drag"):
+            if not 0 <= (drag := getattr(self, name)) <= 1:
+                raise BadOption(f"link to '{self.tier}': {name}={drag}: give a share of the transfer's time, 0 to 1")
 
     def send_ps(self, num_bytes: int) -> int:
         return picoseconds(self.latency_s + num_bytes / self.send_bytes_per_s)

@@ -158,7 +158,10 @@ class _Requests:
         self._thread = threading.Thread(target=self._work, name="memfit-drag", daemon=True)
 
     def __enter__(self) -> _Requests:
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # a limit on threads: the tier could not start its own either
+            raise OSError(f"a thread for its requests cannot be started: {error}") from error
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 from memfit.errors import MemfitError
 from memfit.report.deep_network import DeepNetwork
-from memfit.resident import require_linux
 
 AT_MOST_S = MappingProxyType({"resnet50": 5.0, "gpt2": 5.0, "densenet201": 30.0, "gpt2:48": 30.0})
 """Seconds after capture until the plan is there."""
@@ -135,7 +134,6 @@ def exponent(sizes: Sequence[float], amounts: Sequence[float]) -> float | None:
 
 def planning_cost(network: DeepNetwork, *, device: str, budget: int | str) -> PlanningCost:
     """Plan the network by `auto` in a fresh process; raises what planning it raised."""
-    require_linux()
     request = {"network": str(network), "device": device, "budget": budget}
     source = "from memfit.report.planning_worker import main; main()"
     # -P: see memfit.report.measure.

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.cost.costs import HERE, Costs
+from memfit.cost.costs import HERE, PS_PER_S, Costs
 from memfit.cost.profile import overpriced, underestimated
 from memfit.cost.signature import signature
 from memfit.plan.simulate import Timeline
@@ -45,7 +45,7 @@ NUM_WATCHED = _NUM_STEPS + 1
 _MAX_BEGUN = 4 * _NUM_STEPS  # calls whose backward never comes, or comes late, must not be watched for ever
 _TOLERANCE, _SLACK_BYTES = 0.05, 8 << 20
 _FASTER, _LEAST_STEP_S = 0.6, 0.05
-"""A step of some length that takes less than that share of what was predicted: it was measured on a busy machine."""
+"""A step of some length that takes less than that share of its ops' prices: these are of a busy machine."""
 _NOISE_BYTES = 1 << 20  # pages, and Python's own objects
 _PARTS = ("in the forward half", "between the halves, where the caller computes the loss", "in the backward half")
 
@@ -228,9 +228,16 @@ class Feedback:
             self._doubt_prices(self.measured)
 
     def _doubt_prices(self, measured: Measured) -> None:
-        """Where a step is much faster than the prices of its ops say, have them measured again the next time."""
-        is_faster = measured.step_s < _FASTER * measured.predicted_step_s
-        if self.costs.device != HERE or not is_faster or measured.predicted_step_s < _LEAST_STEP_S:
+        """Where a step is much faster than the prices of its ops say, have them measured again the next time.
+
+        Only ops that were measured count, each once: what is waited for or run again, or only estimated, may be wrong
+        for other reasons.
+        """
+        if self.costs.device != HERE:
+            return
+        prices = self.costs.of(self.timeline.program.step)
+        priced_s = sum(price.time_ps for price in prices if not price.is_estimated) / PS_PER_S
+        if priced_s < _LEAST_STEP_S or measured.step_s >= _FASTER * priced_s:
             return
         overpriced(self.costs)
         log.warning(
@@ -239,7 +246,7 @@ class Feedback:
             "them again for a better plan: call memfit.fit again when the machine is quiet",
             self.path,
             measured.step_s,
-            measured.predicted_step_s,
+            priced_s,
         )
 
     def _judge(self, grown_bytes: int) -> None:

@@ -20,6 +20,7 @@ from memfit.report.planning_cost import (
     growths,
     planning_cost,
 )
+from memfit.resident import require_linux
 
 SUMMARY = "how long auto plans and what memory it takes, over the size of the graph"
 
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Exit code 0, or 1 if a limit on seconds or bytes was not kept; on a busy machine that says little."""
+    require_linux()  # memory is read as Linux tells it
     networks = _networks(arguments.networks)
     budget = Budget.parse(arguments.budget)
     if arguments.device == HERE:
