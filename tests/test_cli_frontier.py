@@ -7,11 +7,15 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from memfit.cli.frontier import rates
 from memfit.cli.main import main
+from memfit.cli.target import Pricing
+from memfit.cost.costs import Costs, Link
 from memfit.plan.policies.registry import POLICIES
 from memfit.report.frontier import Frontier, Limit, Point, exact_policies
 from memfit.report.frontier_plot import plot
@@ -40,6 +44,14 @@ def networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
     code = main(["frontier", *argv, "--json"])
     return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_rates_say_what_compute_loses() -> None:
+    pricing = SimpleNamespace(device=None)
+    quiet, busy = Link("disk", "d", "d", 2e9, 3e9), Link("disk", "d", "d", 2e9, 3e9, 0.0, 0.25, 0.5)
+    texts = [rates(Costs("here", {}, {"disk": link}), cast(Pricing, pricing)) for link in (quiet, busy)]
+    assert texts[0].endswith("disk link 2 GB/s out, 3 back")
+    assert texts[1].endswith("disk link 2 GB/s out, 3 back (25% and 50% of that time lost to compute)")
 
 
 def test_every_exact_policy_and_the_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

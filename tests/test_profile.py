@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch import nn
 import memfit
 from memfit.capture.rewrites import rewrite
 from memfit.capture.step import Op, Opaque, Ref, Step
-from memfit.cost import profile
+from memfit.cost import links, profile
 from memfit.cost.costs import OpCost, priced_calls
 from memfit.cost.links import measure_disk
 from memfit.cost.operands import Call, CannotRunAlone, Operands
@@ -401,6 +403,55 @@ def test_without_a_disk_there_is_no_tier(monkeypatch: pytest.MonkeyPatch, no_wor
     costs = measure(pictures(), cap_s=0)
     assert not costs.links
     assert any("no disk tier" in note and "No space left" in note for note in costs.notes)
+
+
+def test_without_a_thread_for_it_there_is_no_tier(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_workspaces: None
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(links, "_LOST", {})
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(OSError, match="a thread for its requests cannot be started: can't start new thread"):
+        measure_disk(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_kernels_lose_counts_for_each_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is played: a kernel takes two seconds, and three beside requests, of which there are four by its end."""
+    clock_s = 0.0
+    beside: list[Any] = []
+
+    class Played:
+        num_done = 0
+
+        def __init__(self, request: Any) -> None: ...
+
+        def __enter__(self) -> Any:
+            beside.append(self)
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            beside.clear()
+
+    def kernel() -> None:
+        nonlocal clock_s
+        clock_s += 3.0 if beside else 2.0
+        for requests in beside:
+            requests.num_done += 4
+
+    monkeypatch.setattr(links, "_Requests", Played)
+    monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=lambda: clock_s))
+    assert links._slowdown(kernel, lambda index: None) == 1.0 / (4 * links._REQUEST_BYTES)
+
+
+def test_a_disk_that_fails_beside_kernels_says_so() -> None:
+    def fails(index: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output error"):
+        links._slowdown(lambda: None, fails)
 
 
 def test_a_gradient_costs_its_pages_and_its_handover(no_workspaces: None) -> None:

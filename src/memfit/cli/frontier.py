@@ -101,8 +101,9 @@ def rates(costs: Costs, pricing: Pricing) -> str:
         found.append("each kind of op measured here")
     for tier, link in costs.links.items():
         out, back = link.send_bytes_per_s / 1e9, link.fetch_bytes_per_s / 1e9
-        drag = f", which slow compute by {link.send_drag:.0%} and {link.fetch_drag:.0%}" if link.has_drag else ""
-        found.append(f"{tier} link {out:.3g} GB/s out, {back:.3g} back{drag}")
+        found.append(f"{tier} link {out:.3g} GB/s out, {back:.3g} back")
+        if link.has_drag:
+            found[-1] += f" ({link.send_drag:.0%} and {link.fetch_drag:.0%} of that time lost to compute)"
     return ", ".join(found)
 
 
