@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from planning import TENSOR, chain, planned_network, priced, tanh_storages
 from test_bound import LAYERS, LINKS, drawn_codes, drawn_costs, drawn_step
 
+from memfit.capture.rewrites.proof import AssumedProofs
+from memfit.capture.rewrites.tight import tighten
 from memfit.capture.step import Step
 from memfit.cost.costs import Costs, Link
 from memfit.cost.devices import device
@@ -22,7 +24,7 @@ from memfit.plan.auto.board import Allowance, Board
 from memfit.plan.auto.coded import CodedStep
 from memfit.plan.auto.planner import MixPlanner
 from memfit.plan.auto.search import Effort
-from memfit.plan.auto.sites import sites_of
+from memfit.plan.auto.sites import first_ways_of, sites_of, way_sites_of
 from memfit.plan.budget import Budget
 from memfit.plan.decisions import Encode, EncodeThenOffload, Keep, Offload, Recompute
 from memfit.plan.planner import Planned, plan_step
@@ -123,15 +125,17 @@ def test_a_code_that_is_switched_on_is_as_if_it_were_written_in(name: str) -> No
     step = network(name)
     costs = with_workspaces(step, on(step, "v100-16gb"))
     mix = MixPlanner(step, costs, lossless_codes(step, costs))
-    board = Board(mix.coded, mix.sites, int(0.6 * mix.keep.peak_bytes), Allowance(10**6))
+    sites = (*mix.sites, *way_sites_of(mix.coded, budget_bytes=1))
+    assert len(sites) > len(mix.sites), "nothing here can be computed in several ways"
+    board = Board(mix.coded, sites, int(0.6 * mix.keep.peak_bytes), Allowance(10**6))
     rng = random.Random(0)
     coded = [index for index, site in enumerate(mix.sites) if site.storage in mix.codes]
     assert coded, "nothing here can be encoded"
     for _ in range(8):
-        for index in rng.sample(range(len(mix.sites)), len(mix.sites) // 3):
-            board.put(index, rng.randrange(len(mix.sites[index].moves)))
+        for index in rng.sample(range(len(sites)), len(sites) // 3):
+            board.put(index, rng.randrange(len(sites[index].moves)))
         outcome = board.outcome()
-        found = mix._judged(board.decisions, board.budget_bytes)
+        found = mix._judged(board.decisions, first_ways_of(sites, board.moves), board.budget_bytes)
         assert (outcome.step_ps, outcome.peak_bytes) == (found.step_ps, found.peak_bytes)
 
 
@@ -142,6 +146,18 @@ def test_codes_that_are_off_leave_the_step_as_it_was() -> None:
     board = Board(coded, sites_of(coded), 1 << 60, Allowance(10))
     plain = Board(CodedStep.of(step, costs, {}), (), 1 << 60, Allowance(10))
     assert board.outcome() == plain.outcome()
+
+
+def test_a_slower_way_is_taken_where_it_leaves_room_for_a_transfer() -> None:
+    """With what is decided there is room for the fastest way of each op, but then a fetch begins too late."""
+    step = tighten(planned_network("vgg13_bn", batch=64), proofs=AssumedProofs())
+    costs = on(step, "rtx-4090")
+    found = planned(step, costs, "40%")
+    assert found.plan is not None and found.fits and found.budget_bytes is not None
+    mix = MixPlanner(step, costs, lossless_codes(step, costs))
+    hasty = mix._judged(found.plan.decisions, {}, found.budget_bytes)
+    assert hasty.peak_bytes <= found.budget_bytes
+    assert hasty.step_ps > found.simulated.step_ps
 
 
 def test_without_a_compiler_it_plans_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,7 @@ def assert_twins(native: Evaluator, states: list[int], budget_bytes: int | None)
     """C and Python agree with and without ways, and picking what was chosen gives the same."""
     assert native.is_native
     twin = PythonEvaluator(native.problem)
+    twin.first_ways[:] = native.first_ways
     for choose_ways in (False, True):
         expected = twin.evaluate(states, budget_bytes, choose_ways=choose_ways)
         assert native.evaluate(states, budget_bytes, choose_ways=choose_ways) == expected
@@ -111,6 +112,7 @@ def test_c_chooses_as_python_does(case: tuple[list[tuple[str, int, int]], str, i
     native = Evaluator.of(problem)
     for _ in range(3):
         states = drawn_again(problem, rng)
+        native.first_ways[:] = [rng.randrange(len(ways)) for ways in problem.ways.values()]
         assert_twins(native, states, drawn_budget(problem, states, rng))
 
 
@@ -123,6 +125,7 @@ def test_networks_of_the_zoo(name: str) -> None:
     native = Evaluator.of(problem)
     for _ in range(3):
         states = drawn_again(problem, rng)
+        native.first_ways[:] = [rng.randrange(len(ways)) for ways in problem.ways.values()]
         assert_twins(native, states, drawn_budget(problem, states, rng))
 
 
@@ -320,7 +323,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def watched(driver: Path, problem: Problem, trials: list[tuple[int, Rank, list[int]]], growth: int) -> list[list[int]]:
     """What the driver says of each trial: the verdict, and the outcome if there is one."""
     flat = flat_problem.FlatProblem(problem)
-    made = flat.struct(choose_ways=True, growth=growth)
+    made = flat.struct(first_ways=np.zeros(len(flat.problem.ways), dtype=np.int32), growth=growth)
     content = b"".join(struct.pack("=q", getattr(made, name)) for name in flat_problem._COUNTS)
     for name, _ in made._fields_[len(flat_problem._COUNTS) :]:
         array = flat.arrays.get(name, np.empty(0))

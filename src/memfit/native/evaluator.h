@@ -70,6 +70,7 @@ typedef struct {
     const int64_t *way_ps;
     const int64_t *way_rerun_ps;
     const int64_t *way_workspace_bytes;
+    const int32_t *first_ways; /* by choice: those before it are not taken; may change from one trial to the next */
 } Problem;
 
 typedef struct {

@@ -170,7 +170,8 @@ static bool count(Evaluator *e)
     return true;
 }
 
-/* For each op that has a choice the fastest way that fits wherever it runs, else the one that needs least. */
+/* For each op that has a choice the fastest way that may be taken and fits wherever it runs, else the one that needs
+ * least. */
 static void choose_ways(Evaluator *e)
 {
     const Problem *p = &e->problem;
@@ -182,7 +183,8 @@ static void choose_ways(Evaluator *e)
             e->room_bytes[choice] = e->limit_bytes - e->needs[k];
     }
     for (int64_t choice = 0; choice < p->num_choices; choice++) {
-        int32_t op = p->choice_ops[choice], way = p->way_starts[choice], last = p->way_starts[choice + 1] - 1;
+        int32_t op = p->choice_ops[choice], last = p->way_starts[choice + 1] - 1;
+        int32_t way = p->way_starts[choice] + p->first_ways[choice];
         while (way < last && p->way_workspace_bytes[way] > e->room_bytes[choice])
             way++;
         e->chosen[choice] = way - p->way_starts[choice];

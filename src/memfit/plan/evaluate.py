@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -86,6 +87,11 @@ class Evaluator(abc.ABC):
         self._num_storages = len(problem.step.storage_bytes)
         self._num_states = AWAY + len(problem.tiers)
 
+    @cached_property
+    def first_ways(self) -> npt.NDArray[np.int32]:
+        """For each op of `problem.ways` how many of its fastest ways are not to be taken, to be changed in place."""
+        return np.zeros(len(self.problem.ways), dtype=np.int32)
+
     @staticmethod
     def of(problem: Problem) -> Evaluator:
         """In C if that can be had, else in Python."""
@@ -104,7 +110,8 @@ class Evaluator(abc.ABC):
         """Lower the states and run the program on paper. The budget decides where compute waits for transfers.
 
         With `choose_ways` each op that can be computed in several ways, and has none picked, is computed in the fastest
-        that fits (see `choose_ways` in plan/lower.py), not in that of the price list. `ways` says which.
+        that fits (see `choose_ways` in plan/lower.py), not in that of the price list. `ways` says which; those before
+        `first_ways` are left out.
         """
 
     @abc.abstractmethod
@@ -187,7 +194,7 @@ class PythonEvaluator(Evaluator):
         return outcome if outcome.rank < incumbent else None
 
     def ways(self, states: States, budget_bytes: int | None = None) -> dict[int, str]:
-        return choose_ways_of(self.problem, self._plain(states), budget_bytes=_limit(budget_bytes))
+        return self._chosen(self._plain(states), _limit(budget_bytes))
 
     def instructions(
         self, states: States, budget_bytes: int | None = None, *, choose_ways: bool = False
@@ -198,7 +205,10 @@ class PythonEvaluator(Evaluator):
         return lower_states(problem, plain, budget_bytes=limit).instructions
 
     def _picking(self, states: list[int], limit_bytes: int) -> Problem:
-        return self.problem.picking(choose_ways_of(self.problem, states, budget_bytes=limit_bytes))
+        return self.problem.picking(self._chosen(states, limit_bytes))
+
+    def _chosen(self, states: list[int], limit_bytes: int) -> dict[int, str]:
+        return choose_ways_of(self.problem, states, budget_bytes=limit_bytes, first_ways=self.first_ways.tolist())
 
     def _plain(self, states: States) -> list[int]:
         self._check_length(states)
@@ -228,7 +238,7 @@ class NativeEvaluator(Evaluator):
         with self._lock:
             if (desk := self._run(states, limit, _ANYTHING, choose_ways)) is not None:
                 return Outcome(*desk.trial[_OUTCOME])
-        return PythonEvaluator(self.problem).evaluate(states, budget_bytes, choose_ways=choose_ways)
+        return self._in_python.evaluate(states, budget_bytes, choose_ways=choose_ways)
 
     def improves(
         self, states: States, budget_bytes: int | None, incumbent: Rank, *, choose_ways: bool = False
@@ -240,7 +250,7 @@ class NativeEvaluator(Evaluator):
         with self._lock:
             if (desk := self._run(states, limit, incumbent, choose_ways)) is not None:
                 return Outcome(*desk.trial[_OUTCOME]) if desk.verdict == _EVALUATED else None
-        return PythonEvaluator(self.problem).improves(states, budget_bytes, incumbent, choose_ways=choose_ways)
+        return self._in_python.improves(states, budget_bytes, incumbent, choose_ways=choose_ways)
 
     def ways(self, states: States, budget_bytes: int | None = None) -> dict[int, str]:
         limit = _limit(budget_bytes)
@@ -250,7 +260,7 @@ class NativeEvaluator(Evaluator):
                 chosen = np.empty(len(choices), dtype=np.int32)
                 self._library.memfit_ways(desk.evaluator, chosen.ctypes.data)
                 return {op: choices[op][way].name for op, way in zip(choices, chosen.tolist(), strict=True)}
-        return PythonEvaluator(self.problem).ways(states, budget_bytes)
+        return self._in_python.ways(states, budget_bytes)
 
     def instructions(
         self, states: States, budget_bytes: int | None = None, *, choose_ways: bool = False
@@ -262,7 +272,14 @@ class NativeEvaluator(Evaluator):
                 self._library.memfit_instructions(desk.evaluator, out.ctypes.data)
                 tiers = self.problem.tiers
                 return tuple(_MAKERS[kind](number, tiers, tier) for kind, number, tier in out.tolist())
-        return PythonEvaluator(self.problem).instructions(states, budget_bytes, choose_ways=choose_ways)
+        return self._in_python.instructions(states, budget_bytes, choose_ways=choose_ways)
+
+    @cached_property
+    def _in_python(self) -> PythonEvaluator:
+        """For programs that are too long for C."""
+        found = PythonEvaluator(self.problem)
+        found.__dict__["first_ways"] = self.first_ways
+        return found
 
     def array_named(self, name: str) -> npt.NDArray[Any]:
         """One of the arrays that C reads (native/evaluator.h), to be changed in place; say so by `changed`.
@@ -301,7 +318,7 @@ class NativeEvaluator(Evaluator):
         elif growth > largest_growth(self.problem, choose_ways=choose_ways):
             return None
         else:
-            desk = _Desk(self._library, self._flat, choose_ways, growth)
+            desk = _Desk(self._library, self._flat, self.first_ways if choose_ways else None, growth)
         if desk is not None:
             self._desks[choose_ways] = desk
         return desk
@@ -326,7 +343,9 @@ class NativeEvaluator(Evaluator):
 class _Desk:
     """An evaluator in C, what it was made from, and the trial it is working on."""
 
-    def __init__(self, library: ctypes.CDLL, flat: FlatProblem, choose_ways: bool, growth: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, flat: FlatProblem, first_ways: npt.NDArray[np.int32] | None, growth: int
+    ) -> None:
         self.growth = growth
         self.verdict = _EVALUATED
         self._flat = flat  # C reads its arrays
@@ -337,7 +356,7 @@ class _Desk:
         library.memfit_evaluator_free.argtypes, library.memfit_evaluator_free.restype = [ctypes.c_void_p], None
         self.call = library.memfit_evaluate
         self.call.argtypes, self.call.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int64
-        struct = flat.struct(choose_ways=choose_ways, growth=growth)
+        struct = flat.struct(first_ways=first_ways, growth=growth)
         pointer = library.memfit_evaluator_new(ctypes.addressof(struct))
         if pointer is None:
             raise MemoryError("no memory for the evaluator")

@@ -38,7 +38,7 @@ _COUNTS = (
     "max_length",
     "max_rerun_made",
 )
-_WAYS = ("choice_ops", "way_starts", "way_ps", "way_rerun_ps", "way_workspace_bytes")
+_WAYS = ("choice_ops", "way_starts", "way_ps", "way_rerun_ps", "way_workspace_bytes", "first_ways")
 _ARRAYS = {
     "op_ps": np.int64,
     "rerun_ps": np.int64,
@@ -133,21 +133,23 @@ class FlatProblem:
             "num_tangents": len(problem.tangents),
         }
 
-    def struct(self, *, choose_ways: bool = False, growth: int = 1) -> ctypes.Structure:
+    def struct(self, *, first_ways: npt.NDArray[np.int32] | None = None, growth: int = 1) -> ctypes.Structure:
         """One for C to copy.
 
-        With `choose_ways` ops that can be computed in several ways are left for C to decide. `growth` is how many times
+        With `first_ways` ops that can be computed in several ways are left for C to decide, which reads them where they
+        lie. `growth` is how many times
         more room there is for re-runs than plans need that make everything again at most once.
         """
         problem = self.problem
-        choices = problem.ways if choose_ways else {}
-        if choices and "choice_ops" not in self.arrays:
+        choices = {} if first_ways is None else problem.ways
+        if first_ways is not None and choices and "choice_ops" not in self.arrays:
             ways = [way.cost for offered in choices.values() for way in offered]
             self._lay("choice_ops", list(choices), np.int32)
             self._lay("way_starts", np.cumsum([0, *map(len, choices.values())]), np.int32)
             self._lay("way_ps", [cost.time_ps for cost in ways], np.int64)
             self._lay("way_rerun_ps", [cost.again_ps for cost in ways], np.int64)
             self._lay("way_workspace_bytes", [cost.workspace_bytes for cost in ways], np.int64)
+            self._lay("first_ways", first_ways, np.int32)
         max_rerun_made = sum(n * len(problem.reruns.makes[op]) for op, n in enumerate(_times_again(problem)))
         counts = self._counts | {
             "num_choices": len(choices),

@@ -16,7 +16,7 @@ instruction:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -73,11 +73,14 @@ def lower_states(
     return Program(problem.step, tuple(_Emitter(problem, states, schedule, lives, limit, moments).instructions()))
 
 
-def choose_ways(problem: Problem, states: Sequence[int], *, budget_bytes: int | None = None) -> dict[int, str]:
+def choose_ways(
+    problem: Problem, states: Sequence[int], *, budget_bytes: int | None = None, first_ways: Iterable[int] = ()
+) -> dict[int, str]:
     """For each op that can be computed in several ways and has none picked: the one to take under these states.
 
     It is the fastest whose workspace fits wherever the op runs beside what must be there, transfers that linger aside;
-    if none does, the one with the least workspace. An op is computed in one way whenever it runs.
+    if none does, the one with the least workspace. An op is computed in one way whenever it runs. `first_ways` says for
+    each of these ops how many of its fastest ways are not to be taken: a slower one may leave room for transfers.
     """
     schedule = _recompute(problem, states)
     needs = _Lives.of(problem, states, schedule).needs
@@ -86,9 +89,11 @@ def choose_ways(problem: Problem, states: Sequence[int], *, budget_bytes: int | 
     for op, need_bytes in zip(schedule.ops, needs, strict=True):
         left = limit - (need_bytes - problem.workspace_bytes[op])
         room[op] = min(room.get(op, left), left)
+    first = dict(zip(problem.ways, first_ways, strict=False))
+    offered = {op: ways[first.get(op, 0) :] for op, ways in problem.ways.items()}
     return {
         op: next((way.name for way in ways if way.cost.workspace_bytes <= room[op]), ways[-1].name)
-        for op, ways in problem.ways.items()
+        for op, ways in offered.items()
     }
 
 

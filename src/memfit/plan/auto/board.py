@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memfit.plan.auto.coded import CodedStep, Switchboard
-from memfit.plan.auto.sites import Site, decisions_of
+from memfit.plan.auto.sites import Site, WaySite, decisions_of, first_ways_of
 from memfit.plan.decisions import Decisions
 from memfit.plan.encode import encode_step
 from memfit.plan.evaluate import Evaluator, NativeEvaluator, Outcome, Rank
@@ -32,7 +32,9 @@ class Allowance:
 class Board:
     """Moves of all sites, and what they come to within the budget."""
 
-    def __init__(self, coded: CodedStep, sites: Sequence[Site], budget_bytes: int, allowance: Allowance) -> None:
+    def __init__(
+        self, coded: CodedStep, sites: Sequence[Site | WaySite], budget_bytes: int, allowance: Allowance
+    ) -> None:
         self.coded = coded
         self.sites = tuple(sites)
         self.budget_bytes = budget_bytes
@@ -52,8 +54,12 @@ class Board:
 
     def put(self, index: int, number: int) -> None:
         """Make a move for one site."""
-        site, move = self.sites[index], self.sites[index].moves[number]
         self.moves[index] = number
+        site = self.sites[index]
+        if isinstance(site, WaySite):
+            self.evaluator.first_ways[site.choice] = number
+            return
+        move = site.moves[number]
         self._states[site.storage] = move.state
         if site.storage not in self.coded.codes:
             return
@@ -98,8 +104,19 @@ class Board:
         encoded = encode_step(self.coded.step, self.decisions)
         problem = Problem.of(encoded.step, self.coded.costs)
         states = problem.states(encoded.decisions)
-        return Evaluator.of(problem).evaluate(states, self.budget_bytes, choose_ways=True)
+        evaluator = Evaluator.of(problem)
+        leave_out_ways(evaluator, self.coded, first_ways_of(self.sites, self.moves))
+        return evaluator.evaluate(states, self.budget_bytes, choose_ways=True)
 
     @property
     def decisions(self) -> Decisions:
         return decisions_of(self.sites, self.moves)
+
+
+def leave_out_ways(evaluator: Evaluator, coded: CodedStep, first_ways: Mapping[int, int]) -> None:
+    """Let ops of another step have the first ways of those with the same outputs in the step with all codes."""
+    ops = coded.problem.step.ops
+    first = {ops[op].outputs: number for op, number in first_ways.items()}
+    for choice, (op, ways) in enumerate(evaluator.problem.ways.items()):
+        wanted = first.get(evaluator.problem.step.ops[op].outputs, 0)
+        evaluator.first_ways[choice] = min(wanted, len(ways) - 1)

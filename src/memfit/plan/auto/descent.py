@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable
 
 from memfit.plan.auto.board import Board
+from memfit.plan.auto.sites import WaySite
 from memfit.plan.evaluate import Rank
 
 _MAX_ROUNDS = 30
@@ -43,6 +44,7 @@ def iterate(
     Sites stand in the order they are made, so that a window is a few neighbouring layers.
     """
     count = len(board.sites)
+    ways = [index for index, site in enumerate(board.sites) if isinstance(site, WaySite)]
     for _ in range(num_rounds):
         if is_enough(score) or not count:
             break
@@ -52,7 +54,7 @@ def iterate(
         for index in chance.sample(window, min(len(window), chance.randint(1, 3))):
             board.put(index, chance.randrange(len(board.sites[index].moves)))
         wide = range(max(0, centre - 2 * width), min(count, centre + 2 * width + 1))
-        others = chance.sample(range(count), min(count, 8))
+        others = [*chance.sample(range(count), min(count, 8)), *ways]
         found = descend(board, board.score(), chance, among=dict.fromkeys((*wide, *others)))
         if found <= score:
             score = found

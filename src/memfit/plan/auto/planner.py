@@ -8,12 +8,13 @@ from functools import cached_property
 
 from memfit.capture.step import Step
 from memfit.cost.costs import Costs
+from memfit.plan.auto.board import leave_out_ways
 from memfit.plan.auto.coded import CodedStep
 from memfit.plan.auto.judged import Judged, Judgements, judge
 from memfit.plan.auto.rounding import rounded_starts
 from memfit.plan.auto.search import Effort, Search
 from memfit.plan.auto.singles import Singles
-from memfit.plan.auto.sites import Site, decisions_of, sites_of
+from memfit.plan.auto.sites import Site, decisions_of, first_ways_of, sites_of
 from memfit.plan.bound.bound import Bound, Bounds
 from memfit.plan.decisions import Decisions, Encode
 from memfit.plan.encode import encode_step
@@ -156,16 +157,19 @@ class MixPlanner:
     def _take(self, search: Search, budget_bytes: int) -> None:
         """Judge what the search found; should that not fit after all, what it had found before."""
         for moves in reversed(search.history[-_NUM_OFFERED:]):
-            found = self._judged(decisions_of(self.sites, moves), budget_bytes)
+            first_ways = first_ways_of(search.sites, moves)
+            found = self._judged(decisions_of(search.sites, moves), first_ways, budget_bytes)
             self.judged.add(found)
             if found.peak_bytes <= budget_bytes:
                 return
 
-    def _judged(self, decisions: Decisions, budget_bytes: int) -> Judged:
-        """The plan in the ways that are fastest with it."""
+    def _judged(self, decisions: Decisions, first_ways: Mapping[int, int], budget_bytes: int) -> Judged:
+        """The plan in the ways that are fastest with it, of those that may be taken."""
         encoded = encode_step(self.step, decisions)
         problem = Problem.of(encoded.step, self.costs)
-        ways = Evaluator.of(problem).ways(problem.states(encoded.decisions), budget_bytes)
+        evaluator = Evaluator.of(problem)
+        leave_out_ways(evaluator, self.coded, first_ways)
+        ways = evaluator.ways(problem.states(encoded.decisions), budget_bytes)
         number = {op.outputs: index for index, op in enumerate(self.step.ops)}
         picked = {number[encoded.step.ops[op].outputs]: way for op, way in ways.items()}
         return judge(self.step, self.costs, decisions, found_by="auto", room_bytes=budget_bytes, picked=picked)

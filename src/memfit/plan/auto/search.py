@@ -14,7 +14,7 @@ from memfit.plan.auto.board import Allowance, Board, OutOfEvaluations
 from memfit.plan.auto.coded import CodedStep
 from memfit.plan.auto.descent import descend, iterate, relieve
 from memfit.plan.auto.min_cut import priced_starts
-from memfit.plan.auto.sites import Site, moves_of
+from memfit.plan.auto.sites import Site, WaySite, moves_of, way_sites_of
 from memfit.plan.decisions import Decisions
 from memfit.plan.evaluate import Rank
 from memfit.plan.problem import Problem
@@ -65,15 +65,18 @@ class Search:
     ) -> None:
         self.plain = plain
         self.coded = coded
-        self.sites = sites
-        self.board = Board(coded, sites, budget_bytes, Allowance(effort.num_evaluations))
+        self.storage_sites = sites
+        # Without transfers there is nothing for which a slower way would leave room.
+        ways = way_sites_of(coded, budget_bytes) if plain.tiers else ()
+        self.sites: tuple[Site | WaySite, ...] = (*sites, *ways)
+        self.board = Board(coded, self.sites, budget_bytes, Allowance(effort.num_evaluations))
         self.effort = effort
         self.target_ps = 0
         """No plan is faster than that, as far as is known: what is that fast ends the search."""
         self._chance = random.Random(effort.seed)
         self._deadline_s = time.perf_counter() + effort.cap_s
         self.best: Rank = (sys.maxsize, 0)
-        self.best_moves: list[int] = [0] * len(sites)
+        self.best_moves: list[int] = [0] * len(self.sites)
         self.history: list[list[int]] = []
         """All that was the best at its time, the newest last."""
         self._starts: list[tuple[Rank, list[int], str]] = []
@@ -98,11 +101,12 @@ class Search:
         return (found[0] == 0 and found[1] <= self.target_ps) or time.perf_counter() > self._deadline_s
 
     def offer(self, moves: Sequence[int], found_by: str) -> None:
-        """Evaluate one start."""
+        """Evaluate one start, which may leave open in which ways ops are computed."""
+        moves = [*moves, *[0] * (len(self.sites) - len(moves))]
         with contextlib.suppress(OutOfEvaluations):
             self.board.put_all(moves)
             score = self.board.score()
-            self._starts.append((score, list(moves), found_by))
+            self._starts.append((score, moves, found_by))
             self._keep(score, found_by)
 
     def offer_decisions(self, decisions: Decisions, found_by: str) -> None:
@@ -112,7 +116,7 @@ class Search:
     def begin(self) -> None:
         """Everything kept, and the starts by price: a first plan in a fraction of a second."""
         self.offer([0] * len(self.sites), "keep")
-        for moves in priced_starts(self.plain, self.coded, self.sites):
+        for moves in priced_starts(self.plain, self.coded, self.storage_sites):
             self.offer(moves, "prices")
 
     def descend(self) -> None:

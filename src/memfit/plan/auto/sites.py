@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memfit.plan.auto.coded import CodedStep
@@ -11,6 +11,9 @@ from memfit.plan.problem import AWAY, DROP, KEEP
 
 _LEAST_SHARE = 1e-4
 """Smaller storages are left as they are by default: all statistics and counters together are less than a per cent."""
+
+_LARGE_WORKSPACE = 0.05
+"""Of the budget: in which way ops with less are computed is not searched for, but follows from what has room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,33 @@ class Site:
         return next((n for n, move in enumerate(self.moves) if move.decision == decision), None)
 
 
+@dataclass(frozen=True)
+class WaySite:
+    """An op that may be computed in a slower way than would fit, to leave room for transfers beside it.
+
+    Attributes:
+        op: of the step with codes in it.
+        choice: its place among the ops that have a choice.
+        num_bytes: how much less workspace it can have.
+        moves: its ways, the fastest first; a move is the first that may be taken.
+    """
+
+    op: int
+    choice: int
+    num_bytes: int
+    moves: tuple[str, ...]
+
+
+def way_sites_of(coded: CodedStep, budget_bytes: int) -> tuple[WaySite, ...]:
+    """The ops whose workspace is a good part of the budget."""
+    found = []
+    for choice, (op, ways) in enumerate(coded.problem.ways.items()):
+        num_bytes = ways[0].cost.workspace_bytes - ways[-1].cost.workspace_bytes
+        if len(ways) > 1 and num_bytes >= budget_bytes * _LARGE_WORKSPACE:
+            found.append(WaySite(op, choice, num_bytes, tuple(way.name for way in ways)))
+    return tuple(found)
+
+
 def sites_of(coded: CodedStep) -> tuple[Site, ...]:
     """The storages to decide about, in the order they are made."""
     problem, step = coded.problem, coded.step
@@ -84,11 +114,20 @@ def sites_of(coded: CodedStep) -> tuple[Site, ...]:
     return tuple(sorted(found, key=lambda site: (site.maker, site.storage)))
 
 
-def decisions_of(sites: tuple[Site, ...], moves: tuple[int, ...] | list[int]) -> dict[int, Decision]:
-    """What is decided, for those about whom something is."""
-    return {site.storage: site.moves[n].decision for site, n in zip(sites, moves, strict=True) if n}
+def decisions_of(sites: Sequence[Site | WaySite], moves: Sequence[int]) -> dict[int, Decision]:
+    """What is decided, for those storages about which something is."""
+    return {
+        site.storage: site.moves[n].decision
+        for site, n in zip(sites, moves, strict=True)
+        if n and isinstance(site, Site)
+    }
 
 
-def moves_of(sites: tuple[Site, ...], decisions: Mapping[int, Decision]) -> list[int]:
+def first_ways_of(sites: Sequence[Site | WaySite], moves: Sequence[int]) -> dict[int, int]:
+    """By op the first of its ways that may be taken, where that is not the fastest."""
+    return {site.op: n for site, n in zip(sites, moves, strict=True) if n and isinstance(site, WaySite)}
+
+
+def moves_of(sites: Sequence[Site | WaySite], decisions: Mapping[int, Decision]) -> list[int]:
     """The nearest that the search can express: moments of transfers and when copies are held are left out."""
-    return [site.number(decisions.get(site.storage)) or 0 for site in sites]
+    return [site.number(decisions.get(site.storage)) or 0 if isinstance(site, Site) else 0 for site in sites]
