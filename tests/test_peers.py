@@ -20,7 +20,7 @@ from memfit.cost.devices import device
 from memfit.cost.roofline import roofline
 from memfit.errors import BadOption, MemfitError
 from memfit.plan.policies.registry import POLICIES
-from memfit.report import peers_process, peers_worker
+from memfit.report import peers_process, peers_trial, peers_worker
 from memfit.report.peers import ALL, Contest, Row
 from memfit.report.peers_chain import checkpoint_blocks, checkpoint_segments, stages_of
 from memfit.report.peers_planning import Search
@@ -165,6 +165,12 @@ def test_ours_and_eager_are_exact(setting: Setting, networks: None) -> None:
     found = try_out(setting, "peer_networks:plain", batch=None, image=None, steps=2, seed=0)
     assert found.exact and found.different == () and found.gradient_error is None
     assert found.num_steps >= 3 and found.num_timed >= 2
+
+
+def test_steps_that_take_long_are_timed_less_often(networks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_trial, "_ENOUGH_S", 0.0)
+    found = try_out(Setting("eager"), "peer_networks:plain", batch=None, image=None, steps=9, seed=0)
+    assert found.num_timed == peers_trial._LEAST_TIMED < 9
     assert 0 < found.time_ratio_low <= found.time_ratio <= found.time_ratio_high
     assert Trial.from_dict(found.to_dict()) == found
 

@@ -109,6 +109,12 @@ def test_defaults(asked: list[Any]) -> None:
     assert found["smallest"][0]["network"] == "vgg16_bn" and found["smallest"][0]["proven_bytes"] == 9 * 10**8
 
 
+def test_each_network_is_told_of_as_soon_as_it_is_done(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    run("--networks", "unet,gpt2", "--share", "50%")
+    row = "eager 1.050 (100%), compile-aot-eager 1.200~ (50%), compile-inductor failed (50%), auto 1.050 (50%)"
+    assert capsys.readouterr().err == f"memfit: unet: {row}\nmemfit: gpt2: {row}\n"
+
+
 def test_options_reach_what_is_measured(asked: list[Any]) -> None:
     options = ("--share", "60%, 40%", "--steps", "2", "--timeout", "7", "--threads", "1", "--seed", "3")
     sizes = ("--networks", "unet,vgg11", "--batch", "unet=2", "--image", "32")

@@ -61,6 +61,11 @@ class Screen:
         if self._shows_progress:
             print(f"\r\x1b[Kmemfit: {text} ...", end="", file=sys.stderr, flush=True)
 
+    def note(self, text: str) -> None:
+        """Say on stderr what has been found so far, for those who would wait hours for the whole."""
+        self.done()
+        print(f"memfit: {text}", file=sys.stderr, flush=True)
+
     def done(self) -> None:
         """Take the progress line away."""
         if self._shows_progress:

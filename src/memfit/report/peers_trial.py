@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,6 +26,8 @@ NUM_COMPARED = 3
 _NUM_WARM_UP = 2
 _MAX_WARM_UP = 3 * NUM_WATCHED
 _LEARNING_RATE = 0.01
+_LEAST_TIMED, _ENOUGH_S = 5, 60.0
+"""Steps that take long are timed so many times, if more than that time has passed: their noise is a smaller part."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,10 @@ def try_out(setting: Setting, network: str, *, batch: int | None, image: int | N
     while not is_warm(tried.fitted, log.num_steps):
         log.step(eager, tried, after_step)
     num_warm_up = log.num_steps
-    for _ in range(max(steps, NUM_COMPARED - num_warm_up)):
+    start_s = time.perf_counter()
+    for timed in range(max(steps, NUM_COMPARED - num_warm_up)):
+        if timed >= _LEAST_TIMED and time.perf_counter() - start_s > _ENOUGH_S:
+            break
         log.step(eager, tried, after_step)
     own_error, own_loss = None, None
     if setting.unbudgeted not in (None, setting) and log.gradient_error is not None and _drops_out(model):

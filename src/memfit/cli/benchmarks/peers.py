@@ -13,7 +13,7 @@ import torch
 
 from memfit import zoo
 from memfit.cli.benchmarks.networks import networks_asked_for
-from memfit.cli.benchmarks.peers_table import print_peers
+from memfit.cli.benchmarks.peers_table import in_a_line, print_peers
 from memfit.cli.options import duration, positive
 from memfit.cli.screen import Screen
 from memfit.errors import BadOption
@@ -33,7 +33,7 @@ SIZES = MappingProxyType(
         "resnet50": (8, 224),
         "densenet121": (4, 224),
         "unet": (1, 256),
-        "gpt2": (1, 512),
+        "gpt2": (1, 768),
     }
 )
 _SHARES = (0.5,)
@@ -55,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", metavar="N|NET=N,...", help="batch of all networks, or of each that is named")
     parser.add_argument("--image", metavar="S|NET=S,...", help="image side or sequence length, likewise")
-    parser.add_argument("--steps", type=positive, default=_STEPS, metavar="K", help="timed (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=positive, default=_STEPS, metavar="K", help="timed; long ones fewer (default: %(default)s)"
+    )
     parser.add_argument("--memory-budgets", metavar="X,Y,...", help=f"of torch.compile (default: {_MEMORY_BUDGETS})")
     parser.add_argument(
         "--sweep", choices=SWEEPS, help="of these, find the largest within the share, or try all (default: bisect)"
@@ -96,6 +98,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
             progress=screen.progress,
         )
         found.append(contest.compare(peers, shares[name]))
+        screen.note(in_a_line(found[-1]))
     screen.done()
     report = _report(found, arguments.threads)
     if screen.json:

@@ -30,6 +30,16 @@ def print_peers(found: Sequence[Comparison], screen: Screen) -> None:
         screen.line(line)
 
 
+def in_a_line(comparison: Comparison) -> str:
+    """The times of one network, as soon as they are there: '!' where the target was not kept, '~' where inexact."""
+    parts = []
+    for row in comparison.rows:
+        marks = ("" if row.within else "!") + ("~" if row.exact is False else "")
+        time_ratio = "failed" if row.time_ratio is None else f"{row.time_ratio:.3f}{marks}"
+        parts.append(f"{row.peer} {time_ratio} ({row.share:.0%})")
+    return f"{comparison.case.network}: {', '.join(parts)}"
+
+
 def _print_network(comparison: Comparison, screen: Screen) -> None:
     row = comparison.rows[0]
     sizes = "".join(f", {name} {size}" for name, size in (("batch", row.batch), ("image", row.image)) if size)
