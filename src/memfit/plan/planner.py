@@ -14,6 +14,7 @@ from memfit.plan.budget import Budget, optimizer_bytes
 from memfit.plan.check import check
 from memfit.plan.decisions import Decision, Decisions, Offload
 from memfit.plan.encode import refuse_lossy
+from memfit.plan.keep_timeline import keep_timeline
 from memfit.plan.ledger import Ledger
 from memfit.plan.lower import lower
 from memfit.plan.plan import Plan
@@ -160,7 +161,7 @@ def plan_step(
     chosen = policy_named(policy)
     require_permission(chosen, allow_lossy=allow_lossy)
     state_bytes = optimizer_bytes(step, optimizer)
-    keep = _keep(step, costs)
+    keep = keep_timeline(step, costs)
     budget_bytes = costs.memory_bytes
     if budget is not None:
         budget_bytes = budget.resolve(
@@ -272,7 +273,3 @@ def _for_this_step(step: Step, decisions: Decisions) -> Decisions:
             decision = replace(decision, when=when)
         found[storage] = decision
     return found
-
-
-def _keep(step: Step, costs: Costs) -> Timeline:
-    return simulate(lower(step, {}, costs), costs)

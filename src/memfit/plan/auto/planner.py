@@ -19,6 +19,7 @@ from memfit.plan.bound.bound import Bound, Bounds
 from memfit.plan.decisions import Decisions, Encode
 from memfit.plan.encode import encode_step
 from memfit.plan.evaluate import Evaluator
+from memfit.plan.keep_timeline import keep_timeline
 from memfit.plan.problem import Problem
 from memfit.plan.progress import tell
 
@@ -80,7 +81,8 @@ class MixPlanner:
 
     @cached_property
     def keep(self) -> Judged:
-        return judge(self.step, self.costs, {}, found_by="keep", room_bytes=None)
+        timeline = keep_timeline(self.step, self.costs)
+        return Judged("keep", {}, {}, None, timeline.peak_bytes, timeline.step_ps)
 
     @cached_property
     def bounds(self) -> Bounds:
@@ -90,22 +92,13 @@ class MixPlanner:
     def _singles(self) -> Singles:
         return Singles(self.step, self.costs, offloading=self.asks_offloading)
 
-    def plan(
-        self, budget_bytes: int, effort: Effort, *, seeds: Iterable[Judged] = (), bound: Bound | None = None
-    ) -> Mix:
-        """The best mix within the budget; `seeds` are plans of another form of the step to start from.
-
-        `bound` is that of this step at this budget, if it is known.
-        """
-        if self.keep.peak_bytes <= budget_bytes:
-            tell("everything fits: nothing to do")
-            self.judged.add(self.keep)
-            return Mix(self.keep, self.bounds.at(budget_bytes) if bound is None else bound)
-        search = self.begin(budget_bytes, effort, seeds=seeds)
-        if bound is None:
-            tell("how good a plan can be")
-            bound = self.bounds.at(budget_bytes, target_ps=self._enough_ps(search.best[1]) if search.fits else None)
-        return self.finish(search, bound)
+    def kept(self, budget_bytes: int, bound: Bound | None = None) -> Mix | None:
+        """Nothing to do, if everything fits; `bound` is that of this step at this budget, if it is known."""
+        if self.keep.peak_bytes > budget_bytes:
+            return None
+        tell("everything fits: nothing to do")
+        self.judged.add(self.keep)
+        return Mix(self.keep, self.bounds.at(budget_bytes) if bound is None else bound)
 
     def begin(self, budget_bytes: int, effort: Effort, *, seeds: Iterable[Judged] = ()) -> Search:
         """A search that has its first plans, if there are any."""
@@ -118,9 +111,12 @@ class MixPlanner:
         search.descend()
         return search
 
-    def finish(self, search: Search, bound: Bound) -> Mix:
+    def finish(self, search: Search, bound: Bound | None = None) -> Mix:
         """What the search comes to with all its evaluations."""
-        budget_bytes = bound.budget_bytes
+        budget_bytes = search.board.budget_bytes
+        if bound is None:
+            tell("how good a plan can be")
+            bound = self.bounds.at(budget_bytes, target_ps=self._enough_ps(search.best[1]) if search.fits else None)
         if bound.over_ps is not None:
             search.target_ps = bound.keep_ps + bound.over_ps + int(NEAR_ENOUGH * bound.keep_ps)
             for moves in rounded_starts(self.sites, bound.shares, self.plain.tiers):

@@ -55,15 +55,20 @@ class Forms:
 
     def plan(self, budget_bytes: int, effort: Effort) -> tuple[Mix, Step]:
         """The best mix within the budget, and the form of the step that it is for."""
-        if self.plain.keep.peak_bytes <= budget_bytes or self.tight is None:
-            mix = self.plain.plan(budget_bytes, effort)
+        kept = self.plain.kept(budget_bytes)
+        if kept is not None:
+            return kept, self.step
+        # The first plan before anything else: making the other form takes as long as finding that.
+        begun = self.plain.begin(budget_bytes, effort)
+        if self.tight is None:
+            mix = self.plain.finish(begun)
             fits = mix.plan.peak_bytes <= budget_bytes
             return replace(mix, bound=self.plain.refined(mix.bound, mix.plan.step_ps) if fits else mix.bound), self.step
-        begun = self.plain.begin(budget_bytes, effort)
 
         def searched(form: MixPlanner, seeds: list[Judged]) -> Mix:
             if form is not self.plain:
-                return form.plan(budget_bytes, effort, seeds=seeds, bound=bounds[form])
+                kept = form.kept(budget_bytes, bounds[form])
+                return kept or form.finish(form.begin(budget_bytes, effort, seeds=seeds), bounds[form])
             for seed in seeds:
                 begun.offer_decisions(seed.decisions, "the plan with ops that hold less")
             return form.finish(begun, bounds[form])
