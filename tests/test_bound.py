@@ -138,13 +138,26 @@ def problems(step: Step, costs: Costs, codes: dict[int, Encode]) -> Iterator[Pro
 
 
 def all_states(problem: Problem, most: int) -> list[list[int]]:
-    """Every state of as many storages as make no more states than that, the large ones first; defaults of others."""
+    """Every state of as many storages as make no more states than that, the large ones first; defaults of others.
+
+    Of what decisions can come to: what is encoded is neither sent nor kept besides, and of its codes only the first is
+    sent, none made again.
+    """
     step, reruns = problem.step, problem.reruns
+    encoded: dict[int, list[int]] = {}
+    for op in step.ops[: step.num_forward]:
+        if op.target == "memfit.encode":
+            source, code = (step.values[v].storage for v in (next(iter(op.reads())), op.made[0]))
+            encoded.setdefault(source, []).append(code)
+    codes = [code for found in encoded.values() for code in found]
+    firsts = [found[0] for found in encoded.values()]
     options = {
         s: [KEEP]
-        + [DROP] * (s in reruns.recomputable)
+        + [DROP] * (s in reruns.recomputable and s not in codes)
         + [AWAY + t for t in range(len(problem.tiers)) if not reruns.why_not_offload(s)]
+        * (s not in codes or s in firsts)
         for s in reruns.owned
+        if s not in encoded
     }
     chosen: list[int] = []
     count = 1

@@ -176,10 +176,11 @@ class Account:
         """While each op runs, the bytes that must be there in every plan; its workspace comes on top."""
         change = np.zeros(self.num_ops + 1, dtype=np.int64)
         extra = np.zeros(self.num_ops, dtype=np.int64)
-        smallest_code: dict[int, int] = {}
+        stays_of_code: dict[int, int] = {}
         served: dict[tuple[int, int], int] = {}  # op and storage -> bytes of the code that the op can read instead
         for code in self.codings.codes:
-            smallest_code[code.storage] = min(smallest_code.get(code.storage, code.num_bytes), code.num_bytes)
+            is_sent = code.can_be_sent and bool(self.costs.links)
+            stays_of_code[code.storage] = stays_of_code.get(code.storage, 0) + (0 if is_sent else code.num_bytes)
             served |= {(op, code.storage): code.num_bytes for op in code.on_code}
         for storage, uses in self.backward_uses.items():
             size, maker = int(self.size[storage]), self.step.storage[storage].maker
@@ -194,9 +195,7 @@ class Account:
                 change[last + 1] -= size
             rest = 0  # what stays of it between the forward half and that writing
             if storage not in self.can_be_sent and storage not in self.reruns.recomputable:
-                rest = min(smallest_code.get(storage, size), size)
-                if storage in smallest_code and self.costs.links:
-                    rest = 0  # its code can be sent
+                rest = min(stays_of_code.get(storage, size), size)
             start, stop = max(last_forward, maker) + 1, min(last + 1, written)
             if start < stop:
                 change[start] += rest

@@ -143,7 +143,7 @@ class Bounds:
         needed = account.needed_bytes
         best = int(np.argmax(needed))
         found = (int(needed[best]), best)
-        if not bool(self.columns.can_be_sent.all()):
+        if not bool((self.columns.can_be_sent | self.columns.is_code).all()):
             # What can neither be sent nor dropped together with its sources stays: ask the rows.
             cuts = Cuts(account, self.columns, max(found[0], 1))
             for op in _sampled(crowded_instants(account, found[0]), _NUM_FLOOR_CUTS):

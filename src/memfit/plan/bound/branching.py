@@ -107,7 +107,6 @@ class Branching:
         from_whole = np.minimum(leaf.point, 1 - leaf.point)
         columns = self.cuts.columns
         from_whole[[columns.before_at, columns.after_at]] = 0  # time comes in any amount
-        from_whole[columns.due_at : columns.before_at] = 0  # whole where the others are
         from_whole[leaf.lower == leaf.upper] = 0
         if from_whole.max(initial=0) <= _WHOLE:
             return None
@@ -149,8 +148,6 @@ def _bytes_of_columns(cuts: Cuts, op: int) -> Floats:
     for storage in columns.storages:
         for writer in account.reruns.writers[storage] if storage in account.reruns.recomputable else ():
             found[columns.column_of_op[writer]] += float(account.size[storage])
-    for number, code in enumerate(columns.codes):
-        found[columns.encode_at + number] = float(account.size[code.storage])
     for storage, column in columns.column_of_coded.items():
         found[column] = float(account.size[storage])
     for number, way in enumerate(account.ways_within(op, cuts.budget_bytes)):

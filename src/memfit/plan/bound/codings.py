@@ -25,6 +25,7 @@ class Coding:
             codes may change which op that is.
         last_use: the last op of the step that is served by it.
         on_code: the ops that read the code as it is, decoded for nobody.
+        can_be_sent: of several codes only the first can be sent away.
     """
 
     storage: int
@@ -33,6 +34,7 @@ class Coding:
     first_use: int | None
     last_use: int
     on_code: frozenset[int]
+    can_be_sent: bool
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,9 @@ class _Comparison:
         added_ps, longer_ps, sure_ps = self._times(removed, tangled)
         for op_index in tangled:
             touches[op_index] = frozenset()
+        first_of: dict[int, int] = {}
+        for code, storage in self.code_of.items():
+            first_of.setdefault(storage, code)
         codes = tuple(
             Coding(
                 self.code_of[code],
@@ -132,6 +137,7 @@ class _Comparison:
                 None if first_use.get(code) in tangled else first_use.get(code),
                 last_use[code],
                 frozenset(on_code[code]),
+                first_of[self.code_of[code]] == code,
             )
             for code, encode_ps in self._encode_ps().items()
         )

@@ -1,9 +1,8 @@
 """The variables of the cut programs of one Step, and the rows that hold at every instant.
 
 Items are the storages that are worth a decision, and behind them the codes they may have. Columns, in this order: how
-much of each item is here; how much of it is away in each tier; whether each op is run again; whether each code is made
-again; whether each storage is encoded at all; how much of such a storage is away in each tier to be read whole; waiting
-before the instant and after it; the ways of the instant's op.
+much of each item is here; how much of it is away in each tier; whether each op is run again; whether each storage is
+encoded at all; waiting before the instant and after it; the ways of the instant's op.
 """
 
 from __future__ import annotations
@@ -36,11 +35,9 @@ class Columns:
         self.num_items = len(self.storages) + len(self.codes)
         self.again_at = self.num_items * (1 + len(self.tiers))
         self.column_of_op = {op: self.again_at + number for number, op in enumerate(self.ops)}
-        self.encode_at = self.again_at + len(self.ops)
-        coded_at = self.encode_at + len(self.codes)
-        self.column_of_coded = {storage: coded_at + number for number, storage in enumerate(self.coded)}
-        self.due_at = coded_at + len(self.coded)
-        self.before_at = self.due_at + len(self.coded) * len(self.tiers)
+        self.coded_at = self.again_at + len(self.ops)
+        self.column_of_coded = {storage: self.coded_at + number for number, storage in enumerate(self.coded)}
+        self.before_at = self.coded_at + len(self.coded)
         self.after_at = self.before_at + 1
         self.ways_at = self.after_at + 1
         self.width = self.ways_at + max((len(ways) for ways in account.ways), default=1)
@@ -51,9 +48,6 @@ class Columns:
 
     def away(self, item: int, tier: int) -> int:
         return self.num_items * (1 + tier) + item
-
-    def due(self, storage: int, tier: int) -> int:
-        return self.due_at + self.coded.index(storage) * len(self.tiers) + tier
 
     @property
     def all_away(self) -> slice:
@@ -91,7 +85,8 @@ class Columns:
             dtype=np.int64,
         )
         self.can_be_sent = np.array(
-            [*(s in account.can_be_sent for s in storages), *(bool(self.tiers) for _ in codes)], dtype=bool
+            [*(s in account.can_be_sent for s in storages), *(bool(self.tiers) and c.can_be_sent for c in codes)],
+            dtype=bool,
         )
 
         # The first and the last op that codes of a storage serve; all of the step where other codes may change that.
@@ -104,8 +99,7 @@ class Columns:
     def _collect_rows(self) -> None:
         """What is needed is held in some form; what is run again has what it reads; codes are only of what is coded.
 
-        A storage that is encoded may be away as well, for others to be made from: nobody knows when that is wanted.
-        Only where it is not encoded is it due at its next use.
+        A storage that is encoded is not sent as it is, and no code is made again: there are no such decisions.
         """
         rows, reruns = Rows(), self.account.reruns
         needs: list[tuple[int, int]] = []  # row, item: it binds as long as the item is to be used
@@ -127,16 +121,13 @@ class Columns:
                     terms[again] = terms.get(again, 0.0) + 1  # one that works in place is among its own makers
                     sources.append((rows.add(*terms.items()), item))
         for number, code in enumerate(self.codes):
-            item, encoded = self.item_of[code.storage], self.column_of_coded[code.storage]
-            for held in self._held_or_made(item):
-                sources.append((rows.add(*held, (self.encode_at + number, 1.0)), item))
-            *stored, made = ((column, 1.0) for column, _ in self._code_held(number))
-            rows.add(*stored, (encoded, -1.0))
-            rows.add(made, (encoded, -1.0))
-        for storage, encoded in self.column_of_coded.items():
-            for tier in range(len(self.tiers)):
-                away = self.away(self.item_of[storage], tier)
-                rows.add((away, 1.0), (encoded, -1.0), (self.due(storage, tier), -1.0))
+            stored = ((column, 1.0) for column, _ in self._code_held(number))
+            rows.add(*stored, (self.column_of_coded[code.storage], -1.0))
+        self._one_of = []
+        for storage, encoded in self.column_of_coded.items() if self.tiers else ():
+            item = self.item_of[storage]
+            away = ((self.away(item, tier), 1.0) for tier in range(len(self.tiers)))
+            self._one_of.append(rows.add(*away, (encoded, 1.0)))
         self.rows = rows.matrix(self.width)
         self._needs, self._needed = _columns_of(needs)
         self._sources, self._sourced = _columns_of(sources)
@@ -152,11 +143,12 @@ class Columns:
     def _code_held(self, number: int) -> list[tuple[int, float]]:
         item = self.code_item(number)
         away = [(self.away(item, tier), -1.0) for tier in range(len(self.tiers))]
-        return [(item, -1.0), *away, (self.encode_at + number, -1.0)]
+        return [(item, -1.0), *away]
 
     def limits(self, op: int) -> Floats:
         """The right-hand sides of the rows at the instant of that op."""
         found = np.zeros(self.rows.shape[0])
+        found[self._one_of] = 1.0
         is_needed = (self.born[self._needed] <= op) & (self.last_use[self._needed] >= op)
         found[self._needs] = np.where(is_needed, -1.0, 0.0)
         # What is not made yet will be, for the first time: nobody has to hold it, or to make it again for that.
@@ -168,8 +160,7 @@ class Columns:
         self.objective = np.zeros(self.width)
         self.encoding = np.zeros(self.width)  # what making codes adds to the forward half
         self.longer = np.zeros(self.width)  # what reading them may add to the backward half
-        for number, code in enumerate(self.codes):
-            self.objective[self.encode_at + number] = code.encode_ps / self.unit_ps
+        for code in self.codes:
             self.encoding[self.column_of_coded[code.storage]] += code.encode_ps / self.unit_ps
         for storage, column in self.column_of_coded.items():
             self.objective[column] = codings.added_ps[storage] / self.unit_ps

@@ -93,9 +93,7 @@ class Cuts:
             ways = account.ways_within(op, budget_bytes)
             self.prices[column] = min(way.again_ps for way in ways) / columns.unit_ps
         self.again = np.zeros(columns.width)
-        self.again[columns.again_at : columns.encode_at + len(columns.codes)] = self.prices[
-            columns.again_at : columns.encode_at + len(columns.codes)
-        ]
+        self.again[columns.again_at : columns.coded_at] = self.prices[columns.again_at : columns.coded_at]
         coded = self.prices[list(columns.column_of_coded.values())]
         self.least_of_codes = float(np.minimum(coded, 0).sum())  # nothing else is below zero
         # In no optimum does compute wait longer than for all transfers one after the other.
@@ -253,7 +251,6 @@ class Cuts:
             for moment in _spread(soon, num_ops, most):  # wanted by then: fetched by then
                 rows.append(row.copy())
                 _leave_out(rows[-1][columns.all_away], soon > moment, columns.fetch_drag)
-                self._excuse_coded(rows[-1], soon > moment)
                 self._leave_out_reading(rows[-1], op, moment)
                 times.append(float(self._elapsed[moment] - self._elapsed[begin]))
         return rows, times
@@ -282,17 +279,6 @@ class Cuts:
         names = [link.send_channel if side == "send" else link.fetch_channel for link in links]
         for name in dict.fromkeys(names):
             yield [tier for tier, other in enumerate(names) if other == name]
-
-    def _excuse_coded(self, row: Floats, is_later: npt.NDArray[np.bool_]) -> None:
-        """A storage that is encoded has no next use of its own: time is asked for what of it is due, not for all."""
-        columns = self.columns
-        for storage in columns.coded:
-            item = columns.item_of[storage]
-            for tier in range(0 if is_later[item] else len(columns.tiers)):
-                away = columns.away(item, tier)
-                drag = columns.fetch_drag[away - columns.num_items]
-                row[columns.due(storage, tier)] = row[away] + drag
-                row[away] = -drag
 
     def _leave_out_reading(self, row: Floats, op: int, moment: int) -> None:
         """Reading a code takes its time where ops are served by it: not if all of them are before or after a window."""
