@@ -86,7 +86,7 @@ def test_the_codes_of_others_are_no_excuse() -> None:
     assert _least_waiting(bounds, op, away=storage, coded=coded[:-1]) == pytest.approx(alone, rel=1e-3)
 
 
-def test_what_is_encoded_is_not_away_and_of_its_codes_only_the_first_is() -> None:
+def test_what_is_encoded_is_held_by_its_codes_and_of_these_only_the_first_is_sent() -> None:
     """There are no other decisions, and a bound that allowed for them would be lower than need be."""
     step = drawn_step([("norm relu_", 0, 0), ("conv", 0, 0), ("relu", 0, 0), ("conv", 0, 0), ("tanh", 0, 0)])
     link = Link("host", "out", "back", 1e9, 1e9)
@@ -107,6 +107,15 @@ def test_what_is_encoded_is_not_away_and_of_its_codes_only_the_first_is() -> Non
         assert not program.within(lower, program.upper).solve().is_infeasible
         lower[columns.column_of_coded[storage]] = 1
         assert program.within(lower, program.upper).is_proven_infeasible()
+
+        lower, upper = program.lower.copy(), program.upper.copy()
+        lower[columns.column_of_coded[storage]] = 1
+        held = [first, gate, columns.away(first, 0)]
+        solved = program.within(lower, upper).solve()
+        assert solved.point is not None
+        assert solved.point[gate] == pytest.approx(1) and solved.point[held].sum() == pytest.approx(2)
+        upper[[first, columns.away(first, 0)]] = 0
+        assert program.within(lower, upper).is_proven_infeasible()
 
 
 def test_reading_a_code_is_time_for_what_is_wanted_later_and_not_for_what_is_wanted_before() -> None:

@@ -99,11 +99,13 @@ class Columns:
     def _collect_rows(self) -> None:
         """What is needed is held in some form; what is run again has what it reads; codes are only of what is coded.
 
-        A storage that is encoded is not sent as it is, and no code is made again: there are no such decisions.
+        A storage that is encoded is not sent as it is, and its codes are held, here or away, until their last use:
+        there are no other decisions.
         """
         rows, reruns = Rows(), self.account.reruns
         needs: list[tuple[int, int]] = []  # row, item: it binds as long as the item is to be used
         sources: list[tuple[int, int]] = []  # row, item: it binds once the item has been made
+        stored: list[tuple[int, int]] = []  # row, code: it binds from the code's making to its last use
         codes_of: dict[int, list[int]] = {}
         for number, code in enumerate(self.codes):
             codes_of.setdefault(code.storage, []).append(number)
@@ -121,8 +123,10 @@ class Columns:
                     terms[again] = terms.get(again, 0.0) + 1  # one that works in place is among its own makers
                     sources.append((rows.add(*terms.items()), item))
         for number, code in enumerate(self.codes):
-            stored = ((column, 1.0) for column, _ in self._code_held(number))
-            rows.add(*stored, (self.column_of_coded[code.storage], -1.0))
+            held, encoded = self._code_held(number), self.column_of_coded[code.storage]
+            rows.add(*((column, 1.0) for column, _ in held), (encoded, -1.0))
+            if code.first_use is not None:  # else others may use it up sooner
+                stored.append((rows.add(*held, (encoded, 1.0)), self.code_item(number)))
         self._one_of = []
         for storage, encoded in self.column_of_coded.items() if self.tiers else ():
             item = self.item_of[storage]
@@ -131,6 +135,7 @@ class Columns:
         self.rows = rows.matrix(self.width)
         self._needs, self._needed = _columns_of(needs)
         self._sources, self._sourced = _columns_of(sources)
+        self._stored, self._code_stored = _columns_of(stored)
 
     def _held_or_made(self, item: int) -> list[list[tuple[int, float]]]:
         """`-(here + away + again)`, once for each op that makes it again: all of them must."""
@@ -149,6 +154,8 @@ class Columns:
         """The right-hand sides of the rows at the instant of that op."""
         found = np.zeros(self.rows.shape[0])
         found[self._one_of] = 1.0
+        is_stored = (self.last_forward[self._code_stored] < op) & (self.last_use[self._code_stored] >= op)
+        found[self._stored] = np.where(is_stored, 0.0, 1.0)
         is_needed = (self.born[self._needed] <= op) & (self.last_use[self._needed] >= op)
         found[self._needs] = np.where(is_needed, -1.0, 0.0)
         # What is not made yet will be, for the first time: nobody has to hold it, or to make it again for that.

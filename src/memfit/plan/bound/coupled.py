@@ -58,7 +58,8 @@ def coupled_ps(cuts: Cuts, ops: list[int]) -> int:
         ties.append({base + columns.after_at: 1.0, **again, **fetches, **slower, total_at: -1.0, since: 1.0})
         following = passed_at + number + 1  # the next instant, or the end
         ties.append({passed: 1.0, following: -1.0, **ways})
-        ties += [{base + column: 1.0, shared_at + i: -1.0} for i, column in enumerate(coded)]
+        for sign in (1.0, -1.0):  # what is encoded at one instant is at all
+            ties += [{base + column: sign, shared_at + i: -sign} for i, column in enumerate(coded)]
     num_before = sum(op < cuts.account.num_forward for op in ops)
     if num_before:
         ties.append({passed_at + num_before - 1: 1.0, boundary_at: -1.0})
