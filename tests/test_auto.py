@@ -20,6 +20,7 @@ from memfit.cost.devices import device
 from memfit.cost.roofline import roofline
 from memfit.cost.signature import signature
 from memfit.errors import DoesNotFit
+from memfit.plan import keep_timeline as keep_timeline_file
 from memfit.plan.auto.board import Allowance, Board
 from memfit.plan.auto.coded import CodedStep
 from memfit.plan.auto.planner import Mix, MixPlanner
@@ -31,6 +32,7 @@ from memfit.plan.planner import Planned, plan_step
 from memfit.plan.policies import auto
 from memfit.plan.policies.gist import lossless_codes
 from memfit.plan.policies.registry import RUNNABLE, policy_named
+from memfit.plan.simulate import simulate
 
 FEW = Effort(num_evaluations=6_000, cap_s=600)
 OTHERS = [name for name in RUNNABLE if name != "auto" and not policy_named(name).is_lossy]
@@ -286,3 +288,14 @@ def test_it_tells_how_it_goes() -> None:
     plan_step(step, on(step), policy="auto", budget=Budget.parse("60%"), progress=told.append)
     assert any(text.startswith("first plan by ") and text.endswith(" evaluations") for text in told)
     assert "how good a plan can be" in told
+
+
+def test_the_keep_plan_is_simulated_once_for_planner_and_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = network("resnet18")
+    costs = on(step)
+    calls = []
+    monkeypatch.setattr(keep_timeline_file, "simulate", lambda *args: calls.append(1) or simulate(*args))
+    found = planned(step, costs, "60%")
+    assert len(calls) == 1 and found.keep is keep_timeline_file.keep_timeline(step, costs)
+    assert keep_timeline_file.keep_timeline(step, replace(costs)) is not found.keep
+    assert len(calls) == 2
