@@ -19,6 +19,7 @@ from memfit.cost.costs import Costs, Link
 from memfit.cost.devices import device
 from memfit.cost.roofline import roofline
 from memfit.errors import BadOption, MemfitError
+from memfit.plan.planner import Planned
 from memfit.plan.policies.registry import POLICIES
 from memfit.report import peers_process, peers_trial, peers_worker
 from memfit.report.peers import ALL, Contest, Row
@@ -209,6 +210,23 @@ def test_budgets_are_lowered_until_activations_are_within(networks: None) -> Non
     assert smallest.proven_bytes <= smallest.budget_bytes <= none.budget_bytes
     assert "no plan needs less" in smallest.proof and " MiB" in smallest.reason
     assert 0 < smallest.activation_bytes <= smallest.keep_activation_bytes
+
+
+def test_a_policy_that_needs_a_little_more_each_time_is_asked_again(
+    networks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = Search("rotor", "peer_networks:plain", batch=None, image=None, seed=0)
+    asked: list[int] = []
+    plan = search._plan
+
+    def plan_reluctantly(budget_bytes: int) -> Planned:
+        asked.append(budget_bytes)
+        return replace(plan(budget_bytes), peak_bytes=budget_bytes + 1) if len(asked) < 4 else plan(budget_bytes)
+
+    monkeypatch.setattr(search, "_plan", plan_reluctantly)
+    found = search.budget_for(1)
+    assert len(asked) == 4 and asked[0] < asked[1] < asked[2] < asked[3] == found.budget_bytes
+    assert f"the budget is {asked[0]:,}" in found.misfit
 
 
 # -- The choice among settings, on made-up measurements ---------------------------------------------------------------

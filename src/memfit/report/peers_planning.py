@@ -22,6 +22,7 @@ from memfit.report.peers_setting import require_policy
 from memfit.report.step_module import TrainingStep
 
 _MAX_PLANS = 8
+_MAX_STEPS_UP = 5
 _AMPLE_BYTES = 2**50
 # What a process holds besides tensors, as the planner itself leaves it.
 _HEADROOM_BYTES, _HEADROOM_SHARE = 2 << 20, 200
@@ -120,14 +121,16 @@ class Search:
 
     def _smallest_found(self, too_large: Planned) -> FoundBudget:
         """The smallest budget there is a plan for: what that plan needs, or with the headroom that planning leaves."""
-        peak_bytes = too_large.peak_bytes
-        with_headroom = -(-(peak_bytes + _HEADROOM_BYTES) * _HEADROOM_SHARE // (_HEADROOM_SHARE - 1)) + 1
-        planned = self._plan(peak_bytes)
-        if not planned.fits:
-            planned = self._plan(with_headroom)
+        asked_bytes = too_large.peak_bytes
+        for _ in range(_MAX_STEPS_UP):
+            planned = self._plan(asked_bytes)
+            if planned.fits:
+                break
+            # With a little more room some policies take another way, which needs a little more again.
+            needed_bytes = max(planned.peak_bytes, asked_bytes) + _HEADROOM_BYTES
+            asked_bytes = -(-needed_bytes * _HEADROOM_SHARE // (_HEADROOM_SHARE - 1)) + 1
         planned.require_fit()
-        assert planned.budget_bytes is not None
-        return self._found(planned, planned.budget_bytes, too_large.misfit)
+        return self._found(planned, asked_bytes, too_large.misfit)
 
     def _plan(self, budget_bytes: int) -> Planned:
         self._num_plans += 1

@@ -32,7 +32,7 @@ SIZES = MappingProxyType(
         "vgg16_bn": (16, 112),
         "resnet50": (8, 224),
         "densenet121": (4, 224),
-        "unet": (1, 256),
+        "unet": (2, 256),
         "gpt2": (1, 768),
     }
 )
