@@ -25,7 +25,7 @@ from memfit.plan.progress import tell
 
 NEAR_ENOUGH = 0.0002
 """Within that share of the step of what is proven best, the search ends."""
-_WORTH_REFINING = 0.003
+_WORTH_REFINING = 0.001
 """Of the step: if what is proven best is further away than that from the plan, more is done to prove it."""
 _NUM_SOLVES = 100
 _MOST_COLUMNS = 400
