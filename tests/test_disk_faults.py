@@ -303,8 +303,8 @@ class Held:
 
 
 @contextlib.contextmanager
-def interrupted(delay_s: float = 0.2) -> Iterator[None]:
-    """Control-C, in a moment."""
+def interrupted(delay_s: float = 1.0) -> Iterator[None]:
+    """Control-C, in a moment: late enough that a busy machine is waiting by then."""
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(delay_s, lambda: signal.pthread_kill(main, signal.SIGINT))

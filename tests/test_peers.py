@@ -406,7 +406,8 @@ def test_verdicts_compare_within_a_network_and_a_share() -> None:
 def test_a_peak_comes_from_a_process_of_its_own(networks: None) -> None:
     found = Workers(threads=1).ask("peak", Case("peer_networks:plain"), setting=Setting("eager").to_dict())
     # 18 layers of 512 x 64 floats, of which each but the linear ones' results is kept, and their gradients.
-    assert 1 * MIB < found["activation_peak_bytes"] <= found["peak_bytes"] < 16 * MIB
+    # Two steps are measured, and pages are not the same in both.
+    assert 1 * MIB < found["activation_peak_bytes"] < found["peak_bytes"] + MIB // 8 < 16 * MIB
     assert found["pinned_step_s"] > 0
 
 

@@ -134,6 +134,8 @@ class Op:
     writes: tuple[int, ...] = ()
     random: bool = False
     again: str = ""  # another op to make its result again with, see rerun_form.py
+    # Asked for a hundred times in a plan, and args may be nested.
+    _reads: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def operands(self) -> Iterator[tuple[str, Any]]:
         """Arguments with a label each: the position, or the keyword."""
@@ -143,8 +145,9 @@ class Op:
 
     def reads(self) -> Iterator[int]:
         """Ids of the values this op takes, with repeats, in the order of its arguments."""
-        for _, arg in self.operands():
-            yield from refs_in(arg)
+        if self._reads is None:
+            object.__setattr__(self, "_reads", tuple(value for _, arg in self.operands() for value in refs_in(arg)))
+        return iter(self._reads or ())
 
     @property
     def made(self) -> tuple[int, ...]:
