@@ -303,15 +303,20 @@ class Held:
 
 
 @contextlib.contextmanager
-def interrupted(delay_s: float = 1.0) -> Iterator[None]:
+def interrupted(delay_s: float = 0.5) -> Iterator[None]:
     """Control-C, in a moment: late enough that a busy machine is waiting by then."""
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(delay_s, lambda: signal.pthread_kill(main, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
-    timer.join()
+    # What a shell starts in the background ignores the signal, and Python leaves it at that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            yield
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
