@@ -137,8 +137,8 @@ class FlatProblem:
         """One for C to copy.
 
         With `first_ways` ops that can be computed in several ways are left for C to decide, which reads them where they
-        lie. `growth` is how many times
-        more room there is for re-runs than plans need that make everything again at most once.
+        lie: for each such op a number less than that of its ways. `growth` is how many times more room there is for
+        re-runs than plans need that make everything again at most once.
         """
         problem = self.problem
         choices = {} if first_ways is None else problem.ways
