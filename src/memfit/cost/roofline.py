@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from memfit.capture.step import Op, Step
+from memfit.collector import collector_paused
 from memfit.cost.convolutions import Convolution, convolution_of
 from memfit.cost.costs import CodecRate, Costs, Link, OpCost, picoseconds, priced_calls
 from memfit.cost.densities import assumed_densities
@@ -33,6 +34,7 @@ NONE = "none"
 WORKSPACES = (FASTEST, NONE)
 
 
+@collector_paused()
 def roofline(step: Step, device: Device, *, workspace: str = FASTEST, also: Sequence[Step] = ()) -> Costs:
     """Price every op of the step on the device; `workspace` says which algorithm convolutions use.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from memfit.capture.step import Step
+from memfit.collector import collector_paused
 from memfit.cost.costs import PS_PER_S, Costs
 from memfit.errors import DoesNotFit
 from memfit.plan.budget import Budget, optimizer_bytes
@@ -139,6 +140,7 @@ class Planned:
         return f" ({max(self.peak_bytes - self.fixed_bytes, 0) / self.keep_activation_bytes:.1%})"
 
 
+@collector_paused()
 def plan_step(
     step: Step,
     costs: Costs,

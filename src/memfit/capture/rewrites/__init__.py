@@ -17,6 +17,7 @@ from memfit.capture.rewrites.pool import swap_relu_and_pool
 from memfit.capture.rewrites.proof import PROOFS, Proofs
 from memfit.capture.rewrites.shapes import drop_statistics, ghost_shapes, strip_detach
 from memfit.capture.step import Step
+from memfit.collector import collector_paused
 from memfit.errors import BadOption
 
 _REWRITES: dict[str, Callable[[Step, Proofs], Step]] = {
@@ -39,6 +40,7 @@ def check_names(without: frozenset[str]) -> None:
         raise BadOption(f"without={unknown}: no such rewrite. Rewrites: {', '.join(NAMES)}")
 
 
+@collector_paused()
 def rewrite(step: Step, *, without: frozenset[str] = frozenset(), proofs: Proofs = PROOFS) -> Step:
     """The step with every rewrite applied that is not in `without`."""
     check_names(without)

@@ -17,6 +17,7 @@ from memfit.capture.rewrites.batch_norm_in_place import batch_norm_backward_in_p
 from memfit.capture.rewrites.loss_in_place import loss_backward_in_place
 from memfit.capture.rewrites.proof import PROOFS, Proofs
 from memfit.capture.step import Step
+from memfit.collector import collector_paused
 
 _TIGHT: dict[str, Callable[[Step, Proofs, int], Step]] = {
     "loss-in-place": loss_backward_in_place,
@@ -25,6 +26,7 @@ _TIGHT: dict[str, Callable[[Step, Proofs, int], Step]] = {
 TIGHT_NAMES = tuple(_TIGHT)
 
 
+@collector_paused()
 def tighten(step: Step, *, above_bytes: int = 0, proofs: Proofs = PROOFS) -> Step:
     """The step with less held at its largest ops; the very same step where there is nothing to gain.
 
