@@ -143,8 +143,10 @@ def test_settings_of_every_peer() -> None:
     step = TrainingStep(small("resnet50")[0])
     assert len(stages_of(step.model)) == 18
     found = {name: [str(s) for s in fixed_settings(peer, step, (0.5, 1.0, 0.5))] for name, peer in PEERS.items()}
-    assert found["checkpoint"][:2] == ["2 segments", "3 segments"]
-    assert found["checkpoint"][-1] == "each of the first 17 blocks"
+    # By how many of the 18 stages run twice: 4, 8, 9, 12, 12, 14, 15, 17.
+    blocks = [f"each of the first {number} blocks" for number in (4, 8, 17)]
+    segments = [f"{number} segments" for number in (2, 3, 4, 8, 6)]
+    assert found["checkpoint"] == [*blocks[:2], *segments, blocks[2]]
     assert found["compile-inductor"] == ["memory budget 1", "memory budget 0.5"]
     assert found["rotor"] == found["auto"] == [] and found["gist-lossless"] == [""]
     for peer in PEERS.values():
@@ -280,7 +282,7 @@ def only(found: Contest, peer: str, share: float = 0.5) -> Row:
 
 def test_the_fastest_setting_within_the_target_is_taken() -> None:
     sizes = {"2 segments": (60, 1.2), "3 segments": (50, 1.3), "4 segments": (45, 1.28), "6 segments": (40, 1.29)}
-    found, workers = contest({("checkpoint", title): figures for title, figures in sizes.items()})
+    found, workers = contest({("checkpoint", title): figures for title, figures in sizes.items()}, sweep=ALL)
     row = only(found, "checkpoint")
     assert row.within and str(row.setting) == "4 segments" and row.time_ratio == 1.28
     assert row.activation_share == 0.45 and row.target_bytes == 50 * MIB and row.exact
@@ -313,6 +315,20 @@ def test_memory_budgets_are_bisected_or_all_tried() -> None:
     assert [peak.setting.memory_budget for peak in row.tried] == [0.5, 1.0, 0.7]
     row = only(contest(table, sweep=ALL)[0], "compile-aot-eager", share=0.4)
     assert str(row.setting) == "memory budget 0.35" and len(row.tried) == 5
+
+
+def test_divisions_are_tried_until_one_is_within_or_all() -> None:
+    table = {
+        ("checkpoint", "each of the first 4 blocks"): (70, 1.1),
+        ("checkpoint", "each of the first 8 blocks"): (60, 1.2),
+        ("checkpoint", "2 segments"): (80, 1.25),
+        ("checkpoint", "3 segments"): (45, 1.3),
+        ("checkpoint", "4 segments"): (40, 1.28),
+    }
+    row = only(contest(table)[0], "checkpoint")
+    assert str(row.setting) == "3 segments" and row.within and len(row.tried) == 4
+    row = only(contest(table, sweep=ALL)[0], "checkpoint")
+    assert str(row.setting) == "4 segments" and len(row.tried) == 8
 
 
 def test_budgets_are_lowered_by_what_was_measured_too_much() -> None:
@@ -417,14 +433,14 @@ def test_gradients_that_come_all_at_once_are_taken_off(
 ) -> None:
     model = TrainingStep(nn.Linear(4, 4))
     call = ((torch.ones(2, 4),), {}, ())
-    growths = iter((whole, forward))
 
     def growth_bytes(run: Callable[[], object]) -> int:
         run()
-        return next(growths)
+        return forward
 
     monkeypatch.setattr(peers_worker, "growth_bytes", growth_bytes)
-    assert peers_worker._least_activations(model, call, lambda: model(*call).backward()) == least
+    model(*call).backward()
+    assert peers_worker._least_activations(model, call, whole) == least
 
 
 def test_an_arm_that_takes_too_long_is_ended(networks: None) -> None:

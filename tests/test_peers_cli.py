@@ -140,7 +140,10 @@ def test_options_reach_what_is_measured(asked: list[Any]) -> None:
         (("--batch", "0"), "--batch: '0' is not a whole number"),
         (("--networks", "unet", "--batch", "resnet50=8"), "'resnet50' is not among the networks: unet"),
         (("--networks", "unet", "--image", "17"), "unet needs an image side that divides by 16, not 17"),
-        (("--peers", "auto", "--sweep", "all"), "--sweep: without effect where torch.compile is not among the peers"),
+        (
+            ("--peers", "auto", "--sweep", "all"),
+            "--sweep: without effect where neither torch.compile nor checkpoint is among the peers",
+        ),
         (("--peers", "auto", "--memory-budgets", "0.5"), "--memory-budgets: without effect"),
         (("--memory-budgets", "0.5,2"), "give numbers from 0 to 1"),
         (("--memory-budgets", "half"), "give numbers from 0 to 1"),

@@ -86,7 +86,12 @@ def reset_high_water() -> None:
 
 
 class Stretches:
-    """The high-water mark of a step, stretch by stretch, each less the bytes that are known not to count."""
+    """The high-water mark of a step, stretch by stretch, each less the bytes that are known not to count.
+
+    Attributes:
+        peak_bytes: the highest, without those that do not count.
+        whole_peak_bytes: the highest, with them: as growth_bytes has it.
+    """
 
     def __init__(self) -> None:
         gc.collect()
@@ -94,12 +99,15 @@ class Stretches:
         self._before = _status_bytes("VmRSS")
         self._known_bytes = 0
         self.peak_bytes = 0
+        self.whole_peak_bytes = 0
         reset_high_water()
 
     def end_stretch(self, known_bytes: int) -> None:
         """The stretch that ends here made `known_bytes` more that do not count, and will stay."""
         self._known_bytes += known_bytes
-        self.peak_bytes = max(self.peak_bytes, _status_bytes("VmHWM") - self._before - self._known_bytes)
+        growth = _status_bytes("VmHWM") - self._before
+        self.whole_peak_bytes = max(self.whole_peak_bytes, growth)
+        self.peak_bytes = max(self.peak_bytes, growth - self._known_bytes)
         reset_high_water()
 
 

@@ -70,7 +70,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
             first.append(growth_bytes(step))
             second.append(growth_bytes(step))
             forget_gradients()
-            activations.append(growth_without_gradients(model, step))
+            activations.append(growth_by_gradients(model, step).peak_bytes)
 
     take_steps(_NUM_WARM_UP)
     in_a_fresh_arena(lambda: take_steps(_NUM_WARM_UP + request["repeats"]))
@@ -91,8 +91,8 @@ def in_a_fresh_arena(work: Callable[[], None]) -> None:
         thread.submit(work).result()
 
 
-def growth_without_gradients(model: torch.nn.Module, step: Callable[[], None]) -> int:
-    """Growth in a step, less the gradients made by then: read each time a gradient has been handed over.
+def growth_by_gradients(model: torch.nn.Module, step: Callable[[], None]) -> Stretches:
+    """Growth in a step, and less the gradients made by then: read each time a gradient has been handed over.
 
     A layer's gradients are made together and handed over one after the other, so they count as made with the first.
     """
@@ -112,4 +112,4 @@ def growth_without_gradients(model: torch.nn.Module, step: Callable[[], None]) -
     stretches.end_stretch(0)
     for handle in handles:
         handle.remove()
-    return stretches.peak_bytes
+    return stretches

@@ -17,9 +17,9 @@ from memfit.report.peers_setting import AUTO, EAGER, MEMORY_BUDGETS, PEERS, Kind
 from memfit.report.peers_trial import Trial
 from memfit.report.step_module import TrainingStep
 
-BISECT, ALL = "bisect", "all"
-SWEEPS = (BISECT, ALL)
-"""Of torch.compile's memory budgets: look for the largest within the target, or try every one."""
+FIRST, ALL = "first", "all"
+SWEEPS = (FIRST, ALL)
+"""Of settings that are ordered by what they recompute: look for the first within the target, or try every one."""
 
 _NUM_CONTENDERS, _NEARLY_AS_FAST = 2, 1.05
 """Settings of one peer that are timed, where several are within the target: the fastest under a pinned malloc, and
@@ -118,7 +118,7 @@ class Contest:
     case: Case
     workers: Workers = field(default_factory=Workers)
     memory_budgets: tuple[float, ...] = MEMORY_BUDGETS
-    sweep: str = BISECT
+    sweep: str = FIRST
     progress: Callable[[str], None] = lambda text: None
     _peaks: dict[Setting, PeerPeak] = field(default_factory=dict)
     _trials: dict[Setting, Trial] = field(default_factory=dict)
@@ -215,8 +215,16 @@ class Contest:
             settings = fixed_settings(peer, step, self.memory_budgets)
         except Exception as error:  # a network without a chain of blocks
             raise ArmFailed(str(error)) from error
-        if peer.kind is not Kind.COMPILE or self.sweep == ALL:
+        if self.sweep == ALL or peer.kind not in (Kind.CHECKPOINT, Kind.COMPILE):
             yield from (self._peak(setting) for setting in settings)
+            return
+        if peer.kind is Kind.CHECKPOINT:
+            # Who recomputes more may need more all the same, if it is in longer stretches: so one after the other.
+            for setting in settings:
+                peak = self._peak(setting)
+                yield peak
+                if not peak.failure and peak.activation_peak_bytes <= target_bytes:
+                    return
             return
         # Compiling takes minutes, and a smaller memory budget saves more: the largest one within the target.
         low, high = 0, len(settings) - 1

@@ -155,7 +155,7 @@ def require_policy(name: str) -> None:
 
 
 def fixed_settings(peer: Peer, step: TrainingStep | None, memory_budgets: tuple[float, ...]) -> list[Setting]:
-    """The settings that are known before anything is planned, those that save most last.
+    """The settings that are known before anything is planned, those that recompute most last.
 
     `step` is needed for peers that divide the network into blocks. Policies that take a budget have none: it is found
     by planning.
@@ -167,10 +167,18 @@ def fixed_settings(peer: Peer, step: TrainingStep | None, memory_budgets: tuple[
             segments = [Setting(peer.name, num_segments=n) for n in _NUM_SEGMENTS if n < num_stages]
             # The last stage is never worth it: it would be recomputed at once.
             counts = dict.fromkeys(max(1, round(share * (num_stages - 1))) for share in _BLOCK_SHARES)
-            return [*segments, *(Setting(peer.name, num_blocks=n) for n in counts)]
+            blocks = [Setting(peer.name, num_blocks=n) for n in counts]
+            return sorted((*blocks, *segments), key=lambda setting: _num_recomputed(setting, num_stages))
         case Kind.COMPILE:
             return [Setting(peer.name, memory_budget=b) for b in sorted(set(memory_budgets), reverse=True)]
         case _ if peer.takes_budget:
             return []
         case _:
             return [Setting(peer.name)]
+
+
+def _num_recomputed(setting: Setting, num_stages: int) -> int:
+    """How many stages of the chain torch.utils.checkpoint runs twice."""
+    if setting.num_segments is None:
+        return setting.num_blocks or 0
+    return (setting.num_segments - 1) * (num_stages // setting.num_segments)

@@ -10,13 +10,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memfit import zoo
-from memfit.report.peak_worker import growth_without_gradients, in_a_fresh_arena
+from memfit.report.peak_worker import growth_by_gradients, in_a_fresh_arena
 from memfit.report.peers_planning import Search
 from memfit.report.peers_setting import PEERS, Setting
 from memfit.report.peers_trial import is_warm, try_out
@@ -80,27 +79,29 @@ def _peak(setting: Setting, network: str, *, batch: int | None, image: int | Non
     def take_steps() -> None:
         step()  # in new pages
         model.zero_grad(set_to_none=True)
-        found["peak_bytes"] = growth_bytes(step)
-        model.zero_grad(set_to_none=True)
         if PEERS[setting.peer].gives_gradients_at_once:
-            found["activation_peak_bytes"] = _least_activations(model, call, step)
+            found["peak_bytes"] = growth_bytes(step)
+            found["activation_peak_bytes"] = _least_activations(model, call, found["peak_bytes"])
         else:
-            found["activation_peak_bytes"] = growth_without_gradients(model, step)
+            stretches = growth_by_gradients(model, step)
+            found["peak_bytes"] = stretches.whole_peak_bytes
+            found["activation_peak_bytes"] = stretches.peak_bytes
 
-    # Until nobody compiles, plans again or reads the same marks of the kernel.
-    while not is_warm(model.__dict__.get("memfit"), len(seconds)):
+    step()  # compiles
+    # Until nobody plans again or reads the same marks of the kernel.
+    while (fitted := model.__dict__.get("memfit")) is not None and not is_warm(fitted, len(seconds)):
         step()
     in_a_fresh_arena(take_steps)
     return {**found, "pinned_step_s": min(seconds[-2:])}
 
 
-def _least_activations(model: TrainingStep, call: tuple[Any, ...], step: Callable[[], None]) -> int:
+def _least_activations(model: TrainingStep, call: tuple[Any, ...], growth: int) -> int:
     """What a step that hands its gradients over all at once needs at least without them.
 
     Nobody sees how many of them are made when it is largest. So all of them are taken to be: what is left is too little
-    rather than too much, but never less than the forward half alone takes.
+    rather than too much, but never less than the forward half alone takes. `growth` is that of the whole step, whose
+    gradients are there.
     """
-    growth = growth_bytes(step)
     gradient_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     model.zero_grad(set_to_none=True)
     forward_growth = growth_bytes(lambda: model(*call))

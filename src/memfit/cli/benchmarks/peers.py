@@ -18,7 +18,7 @@ from memfit.cli.options import duration, positive
 from memfit.cli.screen import Screen
 from memfit.errors import BadOption
 from memfit.plan.budget import Budget
-from memfit.report.peers import BISECT, SWEEPS, Comparison, Contest
+from memfit.report.peers import FIRST, SWEEPS, Comparison, Contest
 from memfit.report.peers_process import Case, Workers
 from memfit.report.peers_setting import EAGER, MEMORY_BUDGETS, PEERS, Kind, Peer, peer_named
 from memfit.report.peers_verdict import verdicts
@@ -60,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory-budgets", metavar="X,Y,...", help=f"of torch.compile (default: {_MEMORY_BUDGETS})")
     parser.add_argument(
-        "--sweep", choices=SWEEPS, help="of these, find the largest within the share, or try all (default: bisect)"
+        "--sweep",
+        choices=SWEEPS,
+        help="of these find the largest within the share, of divisions for torch.utils.checkpoint the one that "
+        "recomputes least; or try all (default: first)",
     )
     parser.add_argument(
         "--timeout",
@@ -94,7 +97,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
             Case(name, batches.get(name, batch), images.get(name, image)),
             workers,
             memory_budgets=memory_budgets,
-            sweep=arguments.sweep or BISECT,
+            sweep=arguments.sweep or FIRST,
             progress=screen.progress,
         )
         found.append(contest.compare(peers, shares[name]))
@@ -179,10 +182,11 @@ def _number(option: str, text: str) -> int:
 
 def _memory_budgets(arguments: argparse.Namespace, peers: Sequence[Peer]) -> tuple[float, ...]:
     text = arguments.memory_budgets
-    if not any(peer.kind is Kind.COMPILE for peer in peers):
-        for option, value in (("--memory-budgets", text), ("--sweep", arguments.sweep)):
-            if value is not None:
-                raise BadOption(f"{option}: without effect where torch.compile is not among the peers")
+    kinds = {peer.kind for peer in peers}
+    if text is not None and Kind.COMPILE not in kinds:
+        raise BadOption("--memory-budgets: without effect where torch.compile is not among the peers")
+    if arguments.sweep is not None and not kinds & {Kind.COMPILE, Kind.CHECKPOINT}:
+        raise BadOption("--sweep: without effect where neither torch.compile nor checkpoint is among the peers")
     if text is None:
         return MEMORY_BUDGETS
     try:
