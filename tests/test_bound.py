@@ -236,6 +236,23 @@ def test_no_drawn_plan_is_better(layers: list[tuple[str, int, int]], links: str,
         assert bound.over_ps <= refined.over_ps <= timeline.step_ps - bound.keep_ps, refined.describe()
 
 
+@pytest.mark.parametrize("seed", [7, *range(100, 112)])
+def test_no_plan_is_better_where_codes_are_decoded_for_ops_with_a_workspace(seed: int) -> None:
+    """A code is gone before the op that it is decoded for: the two never have to stand beside a workspace."""
+    rng = random.Random(seed)
+    names = ("conv", "norm relu_", "relu pool", "dropout", "conv")
+    step = drawn_step([(rng.choice(names), rng.randrange(2), rng.randrange(2)) for _ in range(rng.randint(3, 5))])
+    costs = drawn_costs(step, {}, rng, with_ways=False)
+    codes = drawn_codes(step, rng, 2)
+    every = [(Evaluator.of(p), all_states(p, 120)) for p in problems(step, costs, codes)]
+    peaks = sorted({evaluator.evaluate(states).peak_bytes for evaluator, found in every for states in found})
+    for budget in {peaks[0], peaks[len(peaks) // 4]}:
+        outcomes = [evaluator.evaluate(states, budget) for evaluator, found in every for states in found]
+        within = [outcome.step_ps for outcome in outcomes if outcome.peak_bytes <= budget]
+        bound = Bounds(step, costs, codes).at(budget)
+        assert bound.over_ps is not None and bound.over_ps <= min(within) - bound.keep_ps, bound.describe()
+
+
 # --- by hand ---------------------------------------------------------------------------------------------------------
 
 

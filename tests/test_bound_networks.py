@@ -21,7 +21,8 @@ from memfit.plan.budget import Budget
 from memfit.plan.decisions import Encode
 from memfit.plan.lower import lower
 from memfit.plan.planner import plan_step
-from memfit.plan.policies.gist import GIST_LOSSLESS
+from memfit.plan.policies.gist import GIST_LOSSLESS, lossless_codes
+from memfit.plan.program import Free, Run
 from memfit.plan.simulate import simulate
 
 DEVICES = {"titan-x": "40%", "v100-16gb": "60%", "rtx-4090": "80%"}
@@ -150,3 +151,28 @@ def test_shares_are_those_of_a_cut() -> None:
     held = sum(share.here * bounds.step.storage_bytes[storage] for storage, share in bound.shares.items())
     assert held <= bound.budget_bytes
     assert any(share.again > 0.5 for share in bound.shares.values())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_codes_are_held_as_long_as_their_programs_hold_them(name: str) -> None:
+    """Each code by itself, from its making to the last op of the step that runs while it is there."""
+    step, costs = step_of(name), costs_of(name, "titan-x")
+    codes = lossless_codes(step, costs)
+    number = {op.outputs: index for index, op in enumerate(step.ops)}
+    for storage in sorted(codes, key=lambda s: -step.storage_bytes[s])[:6]:
+        (coding, *_) = Bounds(step, costs, {storage: codes[storage]}).account.codings.codes
+        program = lower(step, {storage: codes[storage]}, costs)
+        ops, values = program.step.ops, program.step.values
+        made = next(values[op.made[0]].storage for op in ops if op.target == "memfit.encode")
+        ran: list[int] = []
+        is_there = False
+        for instruction in program.instructions:
+            match instruction:
+                case Run(index) if ops[index].target == "memfit.encode":
+                    is_there = is_there or values[ops[index].made[0]].storage == made
+                case Run(index) if is_there and ops[index].outputs in number:
+                    ran.append(number[ops[index].outputs])
+                case Free(freed) if freed == made:
+                    is_there = False
+        assert ran and not is_there
+        assert ran[-1] == coding.held_to <= coding.last_use

@@ -24,6 +24,8 @@ class Coding:
         first_use: the first op of the step that is served by it, for which it is here or fetched; None where other
             codes may change which op that is.
         last_use: the last op of the step that is served by it.
+        held_to: the last op of the step during which it is held. Decoded for the last time, it is gone before the op
+            that it is decoded for.
         on_code: the ops that read the code as it is, decoded for nobody.
         can_be_sent: of several codes only the first can be sent away.
     """
@@ -33,6 +35,7 @@ class Coding:
     encode_ps: int
     first_use: int | None
     last_use: int
+    held_to: int
     on_code: frozenset[int]
     can_be_sent: bool
 
@@ -129,6 +132,7 @@ class _Comparison:
         first_of: dict[int, int] = {}
         for code, storage in self.code_of.items():
             first_of.setdefault(storage, code)
+        held_to = self._held_to()
         codes = tuple(
             Coding(
                 self.code_of[code],
@@ -136,12 +140,23 @@ class _Comparison:
                 encode_ps,
                 None if first_use.get(code) in tangled else first_use.get(code),
                 last_use[code],
+                held_to.get(code, -1),
                 frozenset(on_code[code]),
                 first_of[self.code_of[code]] == code,
             )
             for code, encode_ps in self._encode_ps().items()
         )
         return Codings(tuple(touches), codes, added_ps, longer_ps, frozenset(removed | tangled), sure_ps)
+
+    def _held_to(self) -> dict[int, int]:
+        """By code the last op of the step during which it is there: it ends with the last op that reads it."""
+        found: dict[int, int] = {}
+        following = len(self.step.ops)  # the op of the step that runs next
+        for op, original in zip(reversed(self.encoded.ops), reversed(self.original), strict=True):
+            following = following if original is None else original
+            for code in {self.encoded.values[v].storage for v in op.reads()} & self.code_of.keys():
+                found.setdefault(code, following - 1 if original is None else original)
+        return found
 
     def _encode_ps(self) -> dict[int, int]:
         values = self.encoded.values

@@ -76,6 +76,9 @@ class Columns:
         self.last_use = np.array(
             [*((uses[s] or [-1])[-1] for s in storages), *(code.last_use for code in codes)], dtype=np.int64
         )
+        self.held_to = np.array(
+            [*((uses[s] or [-1])[-1] for s in storages), *(code.held_to for code in codes)], dtype=np.int64
+        )
         self.overwritten = np.array(
             [*(account.overwritten.get(s, never) for s in storages), *(never for _ in codes)], dtype=np.int64
         )
@@ -99,13 +102,13 @@ class Columns:
     def _collect_rows(self) -> None:
         """What is needed is held in some form; what is run again has what it reads; codes are only of what is coded.
 
-        A storage that is encoded is not sent as it is, and its codes are held, here or away, until their last use:
-        there are no other decisions.
+        A storage that is encoded is not sent as it is, and its codes are held, here or away, until they are read for
+        the last time: there are no other decisions.
         """
         rows, reruns = Rows(), self.account.reruns
         needs: list[tuple[int, int]] = []  # row, item: it binds as long as the item is to be used
         sources: list[tuple[int, int]] = []  # row, item: it binds once the item has been made
-        stored: list[tuple[int, int]] = []  # row, code: it binds from the code's making to its last use
+        stored: list[tuple[int, int]] = []  # row, code: it binds from the code's making to its end
         codes_of: dict[int, list[int]] = {}
         for number, code in enumerate(self.codes):
             codes_of.setdefault(code.storage, []).append(number)
@@ -154,7 +157,7 @@ class Columns:
         """The right-hand sides of the rows at the instant of that op."""
         found = np.zeros(self.rows.shape[0])
         found[self._one_of] = 1.0
-        is_stored = (self.last_forward[self._code_stored] < op) & (self.last_use[self._code_stored] >= op)
+        is_stored = (self.last_forward[self._code_stored] < op) & (self.held_to[self._code_stored] >= op)
         found[self._stored] = np.where(is_stored, 0.0, 1.0)
         is_needed = (self.born[self._needed] <= op) & (self.last_use[self._needed] >= op)
         found[self._needs] = np.where(is_needed, -1.0, 0.0)
