@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, Phase, assume, example, given, settings
@@ -26,9 +28,10 @@ from memfit.plan.auto.board import Allowance, Board
 from memfit.plan.auto.coded import CodedStep
 from memfit.plan.auto.planner import Mix, MixPlanner
 from memfit.plan.auto.search import Effort
-from memfit.plan.auto.sites import first_ways_of, sites_of, way_sites_of
+from memfit.plan.auto.sites import Site, first_ways_of, sites_made_often, sites_of, way_sites_of
 from memfit.plan.budget import Budget
 from memfit.plan.decisions import Encode, EncodeThenOffload, Keep, Offload, Recompute
+from memfit.plan.evaluate import Rank
 from memfit.plan.planner import Planned, plan_step
 from memfit.plan.policies import auto
 from memfit.plan.policies.gist import lossless_codes
@@ -121,6 +124,60 @@ def test_it_is_as_good_as_all_plans_of_its_moves(
         assert found.step_ps <= best[1]
         if found.found_by == "auto" and not codes:
             assert found.step_ps == best[1]
+
+
+def without_other_policies(mix: MixPlanner) -> MixPlanner:
+    """Rotor's plans make storages again more than once too: here it is the search that is to find them."""
+    mix.__dict__["_singles"] = SimpleNamespace(plans=lambda budget_bytes, known_ps: iter(()))
+    return mix
+
+
+def ranks(mix: MixPlanner, sites: Sequence[Site], budget_bytes: int) -> Iterator[Rank]:
+    """What all plans of these moves come to."""
+    board = Board(mix.coded, sites, budget_bytes, Allowance(10**6))
+    for moves in itertools.product(*(range(len(site.moves)) for site in sites)):
+        board.put_all(moves)
+        yield board.score()
+
+
+@pytest.mark.parametrize(("length", "num_tensors", "num_once"), [(8, 6, 7), (12, 7, 8), (12, 6, 8)])
+def test_what_fits_no_other_way_is_made_again_more_than_once(length: int, num_tensors: int, num_once: int) -> None:
+    step, costs = chain_of_seconds(length, link=False)
+    mix = without_other_policies(MixPlanner(step, costs, {}))
+    rest = mix.keep.peak_bytes % TENSOR
+    budget = num_tensors * TENSOR + rest
+    once = best_mix(mix, budget, FEW)
+    assert once.plan.peak_bytes > budget and once.bound.over_ps is not None
+    assert best_mix(mix, num_once * TENSOR + rest, FEW).plan.peak_bytes > budget
+    often = mix.insist(once, FEW)
+    assert often.plan.peak_bytes <= budget
+    assert any(isinstance(d, Recompute) and d.held_from for d in often.plan.decisions.values())
+    assert often.num_evaluations > once.num_evaluations
+    assert often.plan.step_ps >= often.bound.keep_ps + (often.bound.over_ps or 0)
+
+
+@settings(
+    max_examples=10, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+)
+@given(LAYERS, st.sampled_from(sorted(LINKS)), st.integers(0, 10_000))
+def test_made_again_more_than_once_it_is_as_good_as_all_such_plans(
+    layers: list[tuple[str, int, int]], links: str, seed: int
+) -> None:
+    rng = random.Random(seed)
+    step = drawn_step(layers)
+    mix = without_other_policies(MixPlanner(step, drawn_costs(step, LINKS[links], rng, with_ways=False), {}))
+    sites = sorted(mix.sites, key=lambda site: -site.num_bytes)
+    while math.prod(len(site.moves) for site in sites_made_often(mix.coded, sites)) > 3_000:
+        sites.pop()
+    mix.__dict__["sites"] = tuple(sorted(sites, key=lambda site: (site.maker, site.storage)))
+    often = sites_made_often(mix.coded, mix.sites)
+    once_bytes, often_bytes = (1 + min(rank[0] for rank in ranks(mix, each, 1)) for each in (mix.sites, often))
+    assume(often_bytes < once_bytes)
+    budget = rng.randint(often_bytes, once_bytes - 1)
+    fewest, fastest_ps = min(ranks(mix, often, budget))
+    assume(fewest == 0)
+    found = mix.insist(best_mix(mix, budget, FEW), Effort(num_evaluations=20_000, cap_s=600)).plan
+    assert found.peak_bytes <= budget and found.step_ps == fastest_ps
 
 
 # --- switching codes -------------------------------------------------------------------------------------------------
@@ -289,6 +346,22 @@ def test_a_budget_that_nothing_fits_is_refused_with_a_proof() -> None:
     assert "No plan fits: while aten." in said and "every plan has at least" in said
     assert f"Give a budget of at least {found.peak_bytes:,} bytes" in said
     assert planned(step, costs, found.peak_bytes).fits, "the smallest budget that it names must do"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "target", "budget", "most"),
+    [("vgg16", "rtx-4090", "60%", 0.0002), ("nin", "rtx-4090", "60%", 0.015), ("vgg16_bn", "rtx-4090", "40%", 0.03)],
+)
+def test_where_tensors_are_few_and_huge_the_bound_is_near_too(
+    name: str, target: str, budget: str, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "EFFORT", Effort())
+    step = planned_network(name, batch=64)
+    tight = tighten(step, proofs=AssumedProofs())
+    found = planned(step, roofline(step, device(target), also=[tight]), budget)
+    assert found.fits and found.lower_bound_overhead is not None
+    assert -1e-9 <= found.overhead - found.lower_bound_overhead <= most
 
 
 def test_it_tells_how_it_goes() -> None:

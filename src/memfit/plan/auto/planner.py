@@ -14,7 +14,7 @@ from memfit.plan.auto.judged import Judged, Judgements, judge
 from memfit.plan.auto.rounding import rounded_starts
 from memfit.plan.auto.search import Effort, Search
 from memfit.plan.auto.singles import Singles
-from memfit.plan.auto.sites import Site, decisions_of, first_ways_of, sites_of
+from memfit.plan.auto.sites import Site, decisions_of, first_ways_of, sites_made_often, sites_of
 from memfit.plan.bound.bound import Bound, Bounds
 from memfit.plan.decisions import Decisions, Encode
 from memfit.plan.encode import encode_step
@@ -28,6 +28,9 @@ NEAR_ENOUGH = 0.0002
 _WORTH_REFINING = 0.001
 """Of the step: if what is proven best is further away than that from the plan, more is done to prove it."""
 _NUM_SOLVES = 100
+_WORTH_ENUMERATING = 0.005
+"""The same for going through what may become of the largest storages, which takes longer."""
+_NUM_SETS = 4_000
 _MOST_COLUMNS = 400
 """In larger programs each tensor matters less, and solving takes longer."""
 _NUM_OFFERED = 8
@@ -136,6 +139,25 @@ class MixPlanner:
         assert best is not None
         return Mix(best, bound, search.num_evaluations, search.is_cut_short)
 
+    def insist(self, mix: Mix, effort: Effort) -> Mix:
+        """Where nothing fits: go on from the smallest, with storages that may be made again more than once."""
+        budget_bytes = mix.bound.budget_bytes
+        if mix.bound.over_ps is None or mix.plan.peak_bytes <= budget_bytes:
+            return mix
+        tell("with storages made again more than once")
+        sites = sites_made_often(self.coded, self.sites)
+        search = Search(self.plain, self.coded, sites, budget_bytes, effort=effort.on(self.plain.num_ops))
+        for known in self.judged.plans:
+            search.offer_decisions(known.decisions, known.found_by)
+        search.descend()
+        search.relieve()
+        search.anneal()
+        search.search_windows()
+        self._take(search, budget_bytes)
+        best = self.judged.best(budget_bytes) or self.judged.smallest()
+        assert best is not None
+        return Mix(best, mix.bound, mix.num_evaluations + search.num_evaluations, search.is_cut_short)
+
     def refined(self, bound: Bound, step_ps: int) -> Bound:
         """The bound with whole tensors, where a plan of that time is far from it and tensors are few."""
         if bound.over_ps is None or self.bounds.columns.width > _MOST_COLUMNS:
@@ -143,7 +165,12 @@ class MixPlanner:
         if step_ps - bound.keep_ps - bound.over_ps <= _WORTH_REFINING * bound.keep_ps:
             return bound
         tell("how good a plan of whole tensors can be")
-        return self.bounds.refined(bound, target_ps=self._enough_ps(step_ps), num_solves=_NUM_SOLVES)
+        target_ps = self._enough_ps(step_ps)
+        bound = self.bounds.refined(bound, target_ps=target_ps, num_solves=_NUM_SOLVES)
+        assert bound.over_ps is not None
+        if step_ps - bound.keep_ps - bound.over_ps <= _WORTH_ENUMERATING * bound.keep_ps:
+            return bound
+        return self.bounds.enumerated(bound, target_ps=target_ps, num_sets=_NUM_SETS)
 
     def _enough_ps(self, step_ps: int) -> int:
         """Once a bound is that high, a plan of that time is near enough to it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.plan.auto.coded import CodedStep
 from memfit.plan.decisions import Decision, Encode, EncodeThenOffload, Keep, Offload, Recompute
@@ -51,10 +51,13 @@ class Site:
             case None:
                 return 0
             case Recompute():
-                decision = Recompute()
+                nearest: Decision = Recompute()
             case Offload(tier):
-                decision = Offload(tier)
-        return next((n for n, move in enumerate(self.moves) if move.decision == decision), None)
+                nearest = Offload(tier)
+            case _:
+                nearest = decision
+        numbers = {move.decision: n for n, move in enumerate(self.moves)}
+        return numbers.get(decision, numbers.get(nearest))
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,27 @@ def sites_of(coded: CodedStep) -> tuple[Site, ...]:
     return tuple(sorted(found, key=lambda site: (site.maker, site.storage)))
 
 
+def sites_made_often(coded: CodedStep, sites: Sequence[Site]) -> tuple[Site, ...]:
+    """The same with more moves, behind the others: storages made again are dropped in front of a use, and made anew.
+
+    Worth a try only where nothing fits otherwise: each use more is one more that ops are run again for.
+    """
+    ops, values = coded.step.ops, coded.step.values
+    number = {op.outputs: index for index, op in enumerate(coded.problem.step.ops)}
+    uses: dict[int, list[int]] = {site.storage: [] for site in sites}
+    for index in range(coded.step.num_forward, len(ops)):
+        for storage in {values[value].storage for value in ops[index].reads()} & uses.keys():
+            uses[storage].append(index)
+    found = []
+    for site in sites:
+        can_be_made = any(move.decision == Recompute() for move in site.moves)
+        # What codes put in the place of an op has the same outputs; one that they leave no trace of is no place to be.
+        held_from = [use for use in uses[site.storage] if ops[use].outputs in number] if can_be_made else []
+        more = (Move(-number[ops[use].outputs], None, Recompute(use)) for use in held_from)
+        found.append(replace(site, moves=(*site.moves, *more)))
+    return tuple(found)
+
+
 def decisions_of(sites: Sequence[Site | WaySite], moves: Sequence[int]) -> dict[int, Decision]:
     """What is decided, for those storages about which something is."""
     return {
@@ -129,5 +153,5 @@ def first_ways_of(sites: Sequence[Site | WaySite], moves: Sequence[int]) -> dict
 
 
 def moves_of(sites: Sequence[Site | WaySite], decisions: Mapping[int, Decision]) -> list[int]:
-    """The nearest that the search can express: moments of transfers and when copies are held are left out."""
+    """The nearest that the search can express: moments of transfers are left out."""
     return [site.number(decisions.get(site.storage)) or 0 if isinstance(site, Site) else 0 for site in sites]

@@ -12,9 +12,10 @@ All that is more than that is a choice, and is left to cut.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,14 @@ from memfit.plan.decisions import Decisions
 from memfit.plan.rerun import Reruns, tangent_storages
 
 Numbers = npt.NDArray[np.int64]
+
+
+class Stretch(NamedTuple):
+    """So many bytes are there while the ops from `start` to the one before `stop` run."""
+
+    start: int
+    stop: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -148,15 +157,13 @@ class Account:
             return frozenset()
         return frozenset(s for s in self.reruns.owned if not self.reruns.why_not_offload(s))
 
-    @cached_property
-    def given_bytes(self) -> Numbers:
-        """While each op runs, the bytes of all that the forward half does not make for itself."""
+    def _given_stretches(self) -> Iterator[Stretch]:
+        """When there is what, of all that the forward half does not make for itself."""
         step, owned = self.step, set(self.reruns.owned)
         tangents = tangent_storages(step)
         stays = {step.values[v].storage for v in step.outputs}
         stays |= {step.values[gradient.value].storage for gradient in step.first_parts}
         last = {s: op for op, touched in enumerate(self.codings.touches) for s in touched}
-        change = np.zeros(self.num_ops + 1, dtype=np.int64)
         for storage in step.storages:
             if storage.id in owned:
                 continue
@@ -166,59 +173,81 @@ class Account:
             stop = last.get(storage.id, start - 1) + 1
             if storage.id in stays or (storage.maker is None and storage.id not in tangents):
                 stop = self.num_ops
-            if start < stop:
-                change[start] += storage.bytes
-                change[stop] -= storage.bytes
-        return np.cumsum(change)[:-1]
+            yield Stretch(start, stop, storage.bytes)
+
+    @cached_property
+    def given_bytes(self) -> Numbers:
+        """While each op runs, the bytes of all that the forward half does not make for itself."""
+        return self.added_up(self._given_stretches())
+
+    @cached_property
+    def gap_bytes(self) -> Numbers:
+        """The same in front of each op, after the one before it."""
+        stretches = self._given_stretches()
+        return self.added_up(Stretch(start + 1, stop, num_bytes) for start, stop, num_bytes in stretches)
 
     @cached_property
     def present_bytes(self) -> Numbers:
         """While each op runs, the bytes that must be there in every plan; its workspace comes on top."""
-        change = np.zeros(self.num_ops + 1, dtype=np.int64)
-        extra = np.zeros(self.num_ops, dtype=np.int64)
-        stays_of_code: dict[int, int] = {}
-        served: dict[tuple[int, int], int] = {}  # op and storage -> bytes of the code that the op can read instead
-        for code in self.codings.codes:
-            is_sent = code.can_be_sent and bool(self.costs.links)
-            stays_of_code[code.storage] = stays_of_code.get(code.storage, 0) + (0 if is_sent else code.num_bytes)
-            served |= {(op, code.storage): code.num_bytes for op in code.on_code}
-        for storage, uses in self.backward_uses.items():
-            size, maker = int(self.size[storage]), self.step.storage[storage].maker
-            assert maker is not None
-            last_forward, last = self.last_forward[storage], uses[-1] if uses else -1
-            if maker <= last_forward:
-                change[maker] += size
-                change[last_forward + 1] -= size
-            written = self.overwritten.get(storage, self.num_ops)
-            if written <= last:
-                change[written] += size
-                change[last + 1] -= size
-            rest = 0  # what stays of it between the forward half and that writing
-            if storage not in self.can_be_sent and storage not in self.reruns.recomputable:
-                rest = min(stays_of_code.get(storage, size), size)
-            start, stop = max(last_forward, maker) + 1, min(last + 1, written)
-            if start < stop:
-                change[start] += rest
-                change[stop] -= rest
-            for op in uses:
-                if op < written:
-                    extra[op] += max(min(size, served.get((op, storage), size)) - rest, 0)
-        present = self.given_bytes + np.cumsum(change)[:-1] + extra
+        present = self.given_bytes + self.added_up(
+            stretch for storage in self.backward_uses for stretch in self._stretches(storage)
+        )
         present[list(self.codings.gone)] = 0  # there may be no such op
         return present
+
+    def present_bytes_of(self, storage: int) -> Numbers:
+        """The part that one storage has in it, of those that the forward half makes for itself."""
+        return self.added_up(self._stretches(storage))
+
+    def _stretches(self, storage: int) -> Iterator[Stretch]:
+        """When how much of a storage of the forward half must be there, in whatever form."""
+        uses, size, maker = self.backward_uses[storage], int(self.size[storage]), self.step.storage[storage].maker
+        assert maker is not None
+        last_forward, last = self.last_forward[storage], uses[-1] if uses else -1
+        yield Stretch(maker, last_forward + 1, size)
+        written = self.overwritten.get(storage, self.num_ops)
+        yield Stretch(written, last + 1, size)
+        rest = 0  # what stays of it between the forward half and that writing
+        if storage not in self.can_be_sent and storage not in self.reruns.recomputable:
+            rest = min(self._staying_code_bytes.get(storage, size), size)
+        yield Stretch(max(last_forward, maker) + 1, min(last + 1, written), rest)
+        for op in uses:
+            if op < written:
+                yield Stretch(op, op + 1, max(min(size, self._served_bytes.get((op, storage), size)) - rest, 0))
+
+    @cached_property
+    def _staying_code_bytes(self) -> dict[int, int]:
+        """By storage the bytes of those of its codes that cannot be sent."""
+        found: dict[int, int] = {}
+        for code in self.codings.codes:
+            is_sent = code.can_be_sent and bool(self.costs.links)
+            found[code.storage] = found.get(code.storage, 0) + (0 if is_sent else code.num_bytes)
+        return found
+
+    @cached_property
+    def _served_bytes(self) -> dict[tuple[int, int], int]:
+        """By op and storage the bytes of the code that the op can read instead."""
+        return {(op, code.storage): code.num_bytes for code in self.codings.codes for op in code.on_code}
+
+    def added_up(self, stretches: Iterable[Stretch]) -> Numbers:
+        """The bytes of all of them while each op runs."""
+        change = np.zeros(self.num_ops + 1, dtype=np.int64)
+        for start, stop, num_bytes in stretches:
+            if start < stop:
+                change[start] += num_bytes
+                change[stop] -= num_bytes
+        return np.cumsum(change)[:-1]
 
     @cached_property
     def keep_bytes(self) -> Numbers:
         """While each op runs, the bytes of the keep plan, workspace included."""
-        change = np.zeros(self.num_ops + 1, dtype=np.int64)
-        for storage in self.reruns.owned:
-            known = self.step.storage[storage]
-            assert known.maker is not None
-            last = known.last_forward if known.last_backward is None else known.last_backward
-            change[known.maker] += known.bytes
-            change[(last or 0) + 1] -= known.bytes
+        owned = [self.step.storage[storage] for storage in self.reruns.owned]
+        kept = self.added_up(
+            Stretch(s.maker or 0, ((s.last_forward if s.last_backward is None else s.last_backward) or 0) + 1, s.bytes)
+            for s in owned
+        )
         workspaces = np.array([price.workspace_bytes for price in self.prices], dtype=np.int64)
-        return self.given_bytes + np.cumsum(change)[:-1] + workspaces
+        return self.given_bytes + kept + workspaces
 
     @cached_property
     def needed_bytes(self) -> Numbers:

@@ -25,6 +25,7 @@ from memfit.plan.bound.branching import most_proven
 from memfit.plan.bound.columns import Columns
 from memfit.plan.bound.coupled import coupled_ps
 from memfit.plan.bound.cut import Cut, Cuts, Share
+from memfit.plan.bound.enumeration import Enumeration
 from memfit.plan.bound.instants import crowded_instants, first_instants
 from memfit.plan.decisions import Decisions
 
@@ -189,6 +190,17 @@ class Bounds:
             instant=f"{self.instant(found.op)}, with whole tensors",
             shares=cuts.shares(found.cut),
         )
+
+    def enumerated(self, bound: Bound, *, target_ps: int, num_sets: int) -> Bound:
+        """A bound of this step by the fates of its largest storages: as high as the given one, or higher."""
+        if bound.over_ps is None or bound.over_ps >= target_ps:
+            return bound
+        cuts = Cuts(self.account, self.columns, bound.budget_bytes)
+        given_ps, search = self._given_ps(cuts), Enumeration(cuts)
+        over_ps = given_ps + search.run(target_ps=target_ps - given_ps, num_nodes=num_sets)
+        if over_ps <= bound.over_ps:
+            return bound
+        return replace(bound, over_ps=over_ps, instant=f"whatever becomes of {len(search.storages)} large storages")
 
     def _promising(self, cuts: Cuts, bound: Bound) -> list[int]:
         """Instants at which the most is proven with shares of tensors, and those with the least room."""

@@ -61,7 +61,7 @@ class Forms:
         # The first plan before anything else: making the other form takes as long as finding that.
         begun = self.plain.begin(budget_bytes, effort)
         if self.tight is None:
-            mix = self.plain.finish(begun)
+            mix = self.plain.insist(self.plain.finish(begun), effort)
             fits = mix.plan.peak_bytes <= budget_bytes
             return replace(mix, bound=self.plain.refined(mix.bound, mix.plan.step_ps) if fits else mix.bound), self.step
 
@@ -83,6 +83,11 @@ class Forms:
         if mix.plan.peak_bytes > budget_bytes or _least_ps(bounds[second]) < mix.plan.step_ps - worth_ps:
             tell("with ops that hold less" if second is self.tight else "with ops as they are")
             mixes[second] = searched(second, [mix.plan])
+        num_evaluations = begun.num_evaluations + (mixes[self.tight].num_evaluations if self.tight in mixes else 0)
+        for form, tried in mixes.items():
+            if all(found.plan.peak_bytes > budget_bytes for found in mixes.values()):
+                mixes[form] = form.insist(tried, effort)
+                num_evaluations += mixes[form].num_evaluations - tried.num_evaluations
         # Of a form that was not searched, plans of smaller budgets may be known.
         known = {form: form.judged.best(budget_bytes) or form.judged.smallest() for form in (first, second)}
         plans = {form: plan for form, plan in known.items() if plan is not None}
@@ -93,7 +98,7 @@ class Forms:
         whole = Mix(
             best,
             _weaker(bounds[self.plain], bounds[self.tight]),
-            begun.num_evaluations + (mixes[self.tight].num_evaluations if self.tight in mixes else 0),
+            num_evaluations,
             any(found.is_cut_short for found in mixes.values()),
         )
         return whole, chosen.step
