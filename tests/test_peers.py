@@ -292,6 +292,33 @@ def test_the_fastest_setting_within_the_target_is_taken() -> None:
     assert timed == ["4 segments", "6 segments"]
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_policy_whose_steps_need_more_than_planned_is_planned_again(learns: bool) -> None:
+    """What the first steps find out about workspaces is in the prices of the next plan; where nothing is, it failed."""
+
+    class Learning(MadeUp):
+        num_asked: list[int]
+
+        def ask(self, task: str, case: Case, **request: Any) -> dict[str, Any]:
+            if task == "budget":
+                self.num_asked.append(1)
+                more = len(self.num_asked) if learns else 0
+                return {"budget_bytes": (1000 + more) * MIB, "base_bytes": 500 * MIB, "misfit": "too small"}
+            if task == "trial" and (request["setting"]["budget_bytes"] or 1 << 60) < 1002 * MIB:
+                raise ArmFailed("DoesNotFit: it needs more")
+            return super().ask(task, case, **request)
+
+    figures = {("rotor", f"budget {(1000 + n) * MIB:,} bytes"): (60.0 + n, 1.1) for n in range(4)}
+    workers = Learning({("eager", ""): (100, 1.0), **figures})
+    object.__setattr__(workers, "num_asked", [])
+    row = only(Contest(Case("resnet50", 8, 64), workers), "rotor")
+    if learns:
+        assert row.setting is not None and row.setting.budget_bytes == 1002 * MIB and row.time_ratio == 1.1
+        assert len(row.tried) == 2 and row.note == "too small" and not row.within
+    else:
+        assert row.setting is None and row.note == "DoesNotFit: it needs more" and len(row.tried) == 1
+
+
 def test_without_a_setting_within_the_target_the_smallest_is_shown() -> None:
     row = only(
         contest({("checkpoint", "2 segments"): (60, 1.2), ("checkpoint", "3 segments"): (55, 1.3)})[0], "checkpoint"

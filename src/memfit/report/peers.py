@@ -181,18 +181,31 @@ class Contest:
     def _budgeted_row(self, peer: Peer, share: float, eager: PeerPeak, target_bytes: int) -> Row:
         """A policy at the budget whose measured activations are within the target, or at its smallest."""
         tried: list[PeerPeak] = []
-        asked_bytes = target_bytes
-        for _ in range(_MAX_BUDGETS):
+        asked_bytes, failure = target_bytes, ""
+        for num_left in reversed(range(_MAX_BUDGETS)):
             self.progress(f"{self.case.network}: planning by {peer.name}")
             found = self.workers.ask("budget", self.case, policy=peer.name, target_bytes=asked_bytes)
-            peak = self._peak(Setting(peer.name, budget_bytes=found["budget_bytes"]))
-            tried.append(peak)
-            if peak.failure:
-                return self._failed(peer, share, eager, peak.failure, tuple(tried))
+            setting = Setting(peer.name, budget_bytes=found["budget_bytes"])
+            is_new = all(setting != peak.setting for peak in tried)
+            if failure and not is_new:
+                return self._failed(peer, share, eager, failure, tuple(tried))
+            peak = self._peak(setting)
+            tried += [peak] * is_new
+            failure = peak.failure
+            if failure:
+                continue
             excess_bytes = peak.activation_peak_bytes - target_bytes
-            if excess_bytes <= 0 or found["misfit"]:
+            if excess_bytes > 0 and not found["misfit"] and num_left and is_new:
+                asked_bytes -= excess_bytes + _MARGIN_BYTES
+                continue
+            try:
+                trial = self._trial(setting)
                 break
-            asked_bytes -= excess_bytes + _MARGIN_BYTES
+            except ArmFailed as error:
+                # The first steps may have found larger workspaces: planned again, it knows them.
+                failure = str(error)
+        else:
+            return self._failed(peer, share, eager, failure, tuple(tried))
         note = found["misfit"]
         if peak.activation_peak_bytes > target_bytes and not note:
             note = "measured above the target, although planned within it"
@@ -202,7 +215,7 @@ class Contest:
             share,
             eager,
             peak,
-            trial=self._trial(peak.setting),
+            trial=trial,
             note=note,
             tried=tuple(tried),
             within_budget=peak.peak_bytes <= growth_bytes,
