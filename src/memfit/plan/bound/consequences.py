@@ -54,8 +54,8 @@ class Consequences:
     drag_ps: tuple[int, int]
 
 
-class Consequently:
-    """Finds out what follows, for one step and budget."""
+class Inference:
+    """From fates to what follows, for one step and budget."""
 
     def __init__(self, account: Account, budget_bytes: int) -> None:
         self.account, self.budget_bytes = account, budget_bytes

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memfit.plan.bound.account import Account
-from memfit.plan.bound.consequences import Consequences, Consequently
+from memfit.plan.bound.consequences import Consequences, Inference
 from memfit.plan.bound.cut import Cuts
 from memfit.plan.bound.fates import Fate, Fates, Kind
 from memfit.plan.bound.halves import IMPOSSIBLE, Clock, Event, Half, Loose, Way
@@ -48,7 +48,7 @@ class Enumeration:
         fates = Fates(account)
         self.storages = _huge(account, cuts.columns.storages, self.budget_bytes)
         self._fates = {storage: fates.of(storage) for storage in self.storages}
-        self._consequently = Consequently(account, self.budget_bytes)
+        self._inference = Inference(account, self.budget_bytes)
         self._coded = frozenset(cuts.columns.coded)
         self._ways = [_ways(account, op, cuts.op_ps[op]) for op in range(account.num_ops)]
         self._largest = np.array([max(way.workspace_bytes for way in ways) for ways in self._ways], dtype=np.int64)
@@ -89,7 +89,7 @@ class Enumeration:
         """What all plans with these fates take longer than the time of their ops, at least."""
         account = self.account
         decided = {fate.storage: fate for fate in fates}
-        follows = self._consequently.of(decided)
+        follows = self._inference.of(decided)
         added_ps = account.codings.added_ps
         # Codes of the others are made where that saves time.
         codes_ps = follows.code_ps + sum(min(added_ps[s], 0) for s in self._coded if s not in decided)
