@@ -157,7 +157,7 @@ def test_what_fits_no_other_way_is_made_again_more_than_once(length: int, num_te
 
 
 @settings(
-    max_examples=10, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
 )
 @given(LAYERS, st.sampled_from(sorted(LINKS)), st.integers(0, 10_000))
 def test_made_again_more_than_once_it_is_as_good_as_all_such_plans(

@@ -28,7 +28,7 @@ from memfit.plan.policies.gist import lossless_codes
 from memfit.plan.simulate import simulate
 
 SMALL = settings(
-    max_examples=16,
+    max_examples=8,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow],
@@ -94,7 +94,7 @@ def test_two_results_of_one_op_are_made_again_together(seed: int) -> None:
 
 def test_of_many_small_steps_it_finds_the_optimum_of_more_than_the_cuts_do() -> None:
     by_cuts = by_fates = 0
-    for seed in range(40):
+    for seed in range(24):
         rng = random.Random(seed)
         names = ("conv", "norm relu_", "relu pool", "tanh")
         step = drawn_step([(rng.choice(names), rng.randrange(3), rng.randrange(3)) for _ in range(4)])
@@ -110,7 +110,7 @@ def test_of_many_small_steps_it_finds_the_optimum_of_more_than_the_cuts_do() -> 
         assert cut.over_ps is not None and higher.over_ps is not None
         by_cuts += cut.over_ps >= best_ps - cut.keep_ps - 2
         by_fates += higher.over_ps >= best_ps - cut.keep_ps - 2
-    assert by_fates >= by_cuts + 5
+    assert by_fates >= by_cuts + 3
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
