@@ -48,7 +48,7 @@ class Effort:
         """The same for a step of that many ops: evaluations of a long one take longer, and it gets fewer."""
         if num_ops <= _SHORT_STEP:
             return self
-        return replace(self, num_evaluations=self.num_evaluations * 2 // 3)
+        return replace(self, num_evaluations=self.num_evaluations // 2)
 
 
 class Search:
