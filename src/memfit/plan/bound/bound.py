@@ -38,6 +38,7 @@ _SMALL_COLUMNS = 600
 """Of one cut: such programs are solved in a moment."""
 _MOST_BRANCHED, _MOST_TIGHT = 8, 12
 _NUM_FLOOR_CUTS = 8
+_FEW_STORAGES = 32
 _NEAR = 0.001
 """Of the keep plan's time: what is proven elsewhere to that is worth a cut of its own."""
 
@@ -192,12 +193,17 @@ class Bounds:
         )
 
     def enumerated(self, bound: Bound, *, target_ps: int, num_sets: int) -> Bound:
-        """A bound of this step by the fates of its largest storages: as high as the given one, or higher."""
+        """A bound of this step by the fates of its largest storages: as high as the given one, or higher.
+
+        Ends where it reaches `target_ps`, or after so many sets of plans; where storages are many, after fewer.
+        """
         if bound.over_ps is None or bound.over_ps >= target_ps:
             return bound
         cuts = Cuts(self.account, self.columns, bound.budget_bytes)
         given_ps, search = self._given_ps(cuts), Enumeration(cuts)
-        over_ps = given_ps + search.run(target_ps=target_ps - given_ps, num_nodes=num_sets)
+        # Of many storages each says less, and going through what follows from them takes longer.
+        num_nodes = num_sets if len(search.storages) <= _FEW_STORAGES else num_sets // 8
+        over_ps = given_ps + search.run(target_ps=target_ps - given_ps, num_nodes=num_nodes)
         if over_ps <= bound.over_ps:
             return bound
         return replace(bound, over_ps=over_ps, instant=f"whatever becomes of {len(search.storages)} large storages")
