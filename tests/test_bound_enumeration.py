@@ -77,7 +77,7 @@ def test_no_drawn_plan_is_better(layers: list[tuple[str, int, int]], links: str,
         assert higher.over_ps is not None and higher.over_ps <= timeline.step_ps - higher.keep_ps, higher.describe()
 
 
-@pytest.mark.parametrize("seed", [241, 3, 17])
+@pytest.mark.parametrize("seed", [4, 15, 20])
 def test_two_results_of_one_op_are_made_again_together(seed: int) -> None:
     """A pool's indices come with what backward wants before them, and need not be made where they are read."""
     rng = random.Random(seed)
