@@ -33,6 +33,11 @@ def random_moments(step: Step, storage: int, reruns: Reruns, rng: random.Random)
     )
 
 
+def random_place(step: Step, rng: random.Random) -> int:
+    """By which op something is to be back: mostly for its first use, else by any of the backward half."""
+    return rng.choice([0, 0, rng.randrange(step.num_forward, len(step.ops))])
+
+
 def choices(step: Step, storage: int, reruns: Reruns, tiers: list[str], rng: random.Random) -> list[Decision]:
     """Everything that may be decided about a storage."""
     found: list[Decision] = [Keep()]
@@ -40,11 +45,12 @@ def choices(step: Step, storage: int, reruns: Reruns, tiers: list[str], rng: ran
         # Held at once, never, or from some backward op on.
         found += [Recompute(), Recompute(len(step.ops)), Recompute((step.num_forward + len(step.ops)) // 2)]
     if not reruns.why_not_offload(storage):
-        found += [Offload(tier) for tier in tiers]
+        found += [Offload(tier, back_by=random_place(step, rng)) for tier in tiers]
         found += [Offload(tier, random_moments(step, storage, reruns, rng)) for tier in tiers]
     for name in CODECS:
         if not why_not_encode(step, storage, name):
-            found += [Encode(name), *(EncodeThenOffload(name, tier) for tier in tiers)]
+            found += [Encode(name)]
+            found += [EncodeThenOffload(name, tier, back_by=random_place(step, rng)) for tier in tiers]
     return found
 
 

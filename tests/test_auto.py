@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from planning import TENSOR, chain, planned_network, priced, tanh_storages
-from test_bound import LAYERS, LINKS, drawn_codes, drawn_costs, drawn_step
+from test_bound import LAYERS, LINKS, NAMES, drawn_codes, drawn_costs, drawn_step
 
 from memfit.capture.rewrites.proof import AssumedProofs
 from memfit.capture.rewrites.tight import tighten
@@ -28,7 +28,14 @@ from memfit.plan.auto.board import Allowance, Board
 from memfit.plan.auto.coded import CodedStep
 from memfit.plan.auto.planner import Mix, MixPlanner
 from memfit.plan.auto.search import Effort
-from memfit.plan.auto.sites import Site, first_ways_of, sites_made_often, sites_of, way_sites_of
+from memfit.plan.auto.sites import (
+    Site,
+    first_ways_of,
+    sites_made_often,
+    sites_of,
+    sites_out_of_turn,
+    way_sites_of,
+)
 from memfit.plan.budget import Budget
 from memfit.plan.decisions import Encode, EncodeThenOffload, Keep, Offload, Recompute
 from memfit.plan.evaluate import Rank
@@ -178,6 +185,53 @@ def test_made_again_more_than_once_it_is_as_good_as_all_such_plans(
     assume(fewest == 0)
     found = mix.insist(best_mix(mix, budget, FEW), Effort(num_evaluations=20_000, cap_s=600)).plan
     assert found.peak_bytes <= budget and found.step_ps == fastest_ps
+
+
+def few_sites_out_of_turn(step: Step, costs: Costs) -> MixPlanner:
+    """One that decides about so few storages that all plans of them can be tried, fetches out of turn included."""
+    mix = without_other_policies(MixPlanner(step, costs, {}))
+    sites = sorted(mix.sites, key=lambda site: -site.num_bytes)
+    while math.prod(len(site.moves) for site in sites_out_of_turn(mix.coded, sites)) > 3_000:
+        sites.pop()
+    mix.__dict__["sites"] = tuple(sorted(sites, key=lambda site: (site.maker, site.storage)))
+    return mix
+
+
+@settings(
+    max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+)
+@given(LAYERS, st.sampled_from(["host", "both, compute slows"]), st.integers(0, 10_000))
+def test_fetched_out_of_turn_it_is_as_good_as_all_such_plans(
+    layers: list[tuple[str, int, int]], links: str, seed: int
+) -> None:
+    rng = random.Random(seed)
+    step = drawn_step(layers)
+    mix = few_sites_out_of_turn(step, drawn_costs(step, LINKS[links], rng, with_ways=False))
+    budget = int(mix.keep.peak_bytes * rng.uniform(0.5, 1.0))
+    in_turn = best_mix(mix, budget, FEW)
+    fewest, fastest_ps = min(ranks(mix, sites_out_of_turn(mix.coded, mix.sites), budget))
+    assume(in_turn.plan.peak_bytes <= budget < mix.keep.peak_bytes)
+    found = mix.reordered(in_turn, Effort(num_evaluations=20_000, cap_s=600))
+    gap_ps = in_turn.plan.step_ps - in_turn.bound.keep_ps - (in_turn.bound.over_ps or 0)
+    if gap_ps <= 0.005 * in_turn.bound.keep_ps:
+        assert found is in_turn, "it cannot be much better"
+    else:
+        assert fewest == 0 and found.plan.peak_bytes <= budget and found.plan.step_ps == fastest_ps
+
+
+def test_fetched_out_of_turn_it_can_be_faster() -> None:
+    """A case that was found by drawing many: it is faster than all plans that fetch in turn."""
+    rng = random.Random(157)
+    step = drawn_step([(rng.choice(NAMES), rng.randrange(3), rng.randrange(3)) for _ in range(rng.randint(4, 6))])
+    mix = few_sites_out_of_turn(step, drawn_costs(step, LINKS["host"], rng, with_ways=False))
+    budget = int(mix.keep.peak_bytes * rng.uniform(0.5, 1.0))
+    in_turn = best_mix(mix, budget, FEW)
+    assert in_turn.plan.step_ps == min(ranks(mix, mix.sites, budget))[1]
+    found = mix.reordered(in_turn, FEW)
+    assert found.plan.peak_bytes <= budget and found.plan.step_ps < 0.97 * in_turn.plan.step_ps
+    assert any(isinstance(decision, Offload) and decision.back_by for decision in found.plan.decisions.values())
+    assert found.num_evaluations > in_turn.num_evaluations
+    assert found.plan.step_ps >= found.bound.keep_ps + (found.bound.over_ps or 0)
 
 
 # --- switching codes -------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_of_many_small_steps_it_finds_the_optimum_of_more_than_the_cuts_do() -> 
 def test_losses_at_two_ops_add_up() -> None:
     """Each of two ops may have its workspace if a parcel is away there, and it has time for neither."""
     elapsed = np.arange(0, 11, dtype=np.float64)  # ten ops of one second; from the fourth on backward
-    parcel = Parcel(7, False, 100, 2, 5, "out", "back", ready=1, last_forward=1, first_use=9)
+    parcel = Parcel(7, False, 100, 2, 5, "out", "back", ready=1, last_forward=1, wanted=(9, 9))
     fast_or_slow = (Way(100, 0.0), Way(0, 0.75))
     two = [Event(op, op, 150, fast_or_slow) for op in (6, 7)]
 
@@ -141,7 +141,7 @@ def test_losses_at_two_ops_add_up() -> None:
 
 def test_a_code_does_not_come_while_it_is_decoded() -> None:
     elapsed = np.arange(0, 11, dtype=np.float64)
-    parcel = Parcel(7, True, 100, 2, 5, "out", "back", ready=1, last_forward=1, first_use=9)
+    parcel = Parcel(7, True, 100, 2, 5, "out", "back", ready=1, last_forward=1, wanted=(9, 9))
     event = Event(6, 6, 50, (Way(0, 0.0),))
 
     def longer(code_of: int) -> float:

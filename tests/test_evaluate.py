@@ -103,13 +103,16 @@ def priced(step: memfit.Step, links: Mapping[str, Link], rng: random.Random) -> 
 
 def drawn_states(problem: Problem, rng: random.Random) -> list[int]:
     """States that can be carried out, from almost all kept to almost none."""
-    reruns, tiers = problem.reruns, range(len(problem.tiers))
+    reruns = problem.reruns
     states, share = problem.default_states(), rng.random()
     for storage in reruns.owned:
         if rng.random() < share:
             options = [KEEP]
             options += [DROP] * (storage in reruns.recomputable)
-            options += [AWAY + tier for tier in tiers if not reruns.why_not_offload(storage)]
+            back_by = rng.choice([0, rng.randrange(problem.num_forward, problem.num_ops)])
+            options += [
+                problem.away_state(tier, back_by) for tier in problem.tiers if not reruns.why_not_offload(storage)
+            ]
             states[storage] = rng.choice(options)
     return states
 
@@ -305,16 +308,17 @@ def test_wrong_states_are_refused(make: Callable[[Problem], Evaluator]) -> None:
     states = problem.default_states()
     with pytest.raises(BadOption, match=f"{len(states) - 1} states were given, but the step has {len(states)}"):
         evaluator.evaluate(states[1:])
-    for wrong in (-300, 4, 300, 1 << 70):
+    none = AWAY + len(problem.tiers) * problem.num_ops
+    for wrong in (-300, none, none + 300, 1 << 70):
         with pytest.raises(BadOption, match=r"storage 2: there is no state|flat list of whole numbers"):
             evaluator.evaluate([*states[:2], wrong, *states[3:]])
     array = evaluator.array(states)
-    array[2] = 4
+    array[2] = none
     with pytest.raises(
-        BadOption, match=r"storage 2: there is no state 4; states are 0 \(keep\), .*2 \(away in 'disk'\)"
+        BadOption, match=rf"storage 2: there is no state {none}; .* 2 \(away in 'disk'\), .* \(back by backward op N\)"
     ):
         evaluator.evaluate(array)
-    array[2] = 3
+    array[2] = none - 1
     evaluator.instructions(array)
     for form in (np.array(states, dtype=float), np.array([states]).T):
         with pytest.raises(BadOption, match="flat list of whole numbers"):

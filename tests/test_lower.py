@@ -13,7 +13,7 @@ from memfit.capture.step import Step
 from memfit.cost.costs import Link, free_of_charge
 from memfit.errors import BadOption, MemfitError
 from memfit.plan.check import check
-from memfit.plan.decisions import Encode, Keep, Offload, Recompute
+from memfit.plan.decisions import Encode, Keep, Moments, Offload, Recompute
 from memfit.plan.lower import lower, lower_keep
 from memfit.plan.program import Boundary, FetchStart, FetchWait, Free, Give, Program, Run, SendStart, SendWait
 from memfit.plan.rerun import Reruns
@@ -92,6 +92,45 @@ def test_a_send_starts_after_the_last_forward_use_and_a_fetch_ends_before_the_fi
     between = [i for i in instructions[fetch:wait] if isinstance(i, Run)]
     assert [step.ops[i.op].target for i in between] == ["aten.tanh_backward.default"]
     assert simulate(program, costs).stall_ps == 0
+
+
+def test_out_of_turn_a_fetch_comes_before_one_that_is_needed_sooner() -> None:
+    step = chain(4)
+    early, late = tanh_storages(step)[1:3]  # backward needs the later one first
+    costs = priced(step, {"tanh": 2, "tanh_backward": 2}, links=(FAST,))
+    place = step.storage[late].first_backward
+    assert place is not None
+
+    def fetches(back_by: int) -> tuple[list[FetchStart], float]:
+        decisions = {early: Offload("host", back_by=back_by), late: Offload("host")}
+        program = lower(step, decisions, costs)
+        check(program)
+        wait = program.instructions.index(FetchWait(early))
+        assert program.instructions[wait + 1] == Run(step.storage[early].first_backward), "waited for where it is used"
+        average_bytes = simulate(program, costs).average_bytes
+        return [i for i in program.instructions if isinstance(i, FetchStart)], average_bytes
+
+    in_turn, low_bytes = fetches(0)
+    out_of_turn, high_bytes = fetches(place)
+    assert in_turn == [FetchStart(late, "host"), FetchStart(early, "host")]
+    assert out_of_turn == [FetchStart(early, "host"), FetchStart(late, "host")]
+    assert high_bytes > low_bytes, "it takes up room for longer"
+    assert fetches(len(step.ops) - 1) == (in_turn, low_bytes), "by an op after its first use: it is back by then"
+
+
+def test_places_that_cannot_be_are_refused() -> None:
+    step = chain(4)
+    storage = tanh_storages(step)[1]
+    life, first, last = step.storage[storage], step.num_forward, len(step.ops) - 1
+    assert life.last_forward is not None and life.first_backward is not None
+    when = Moments(life.last_forward + 1, life.last_forward + 1, life.first_backward, life.first_backward)
+    for decision, why in (
+        (Offload("host", back_by=first - 1), f"it is back by one of the backward ops, {first} to {last}"),
+        (Offload("host", back_by=last + 1), f"it is back by one of the backward ops, {first} to {last}"),
+        (Offload("host", when, back_by=first), "its moments say when it is fetched"),
+    ):
+        with pytest.raises(BadOption, match=rf"storage {storage} \(.* bytes, .* cannot be decided to .*: {why}"):
+            lower(step, {storage: decision}, priced(step, {}, links=(FAST,)))
 
 
 def test_a_send_that_ends_while_an_op_runs_is_released_before_the_next() -> None:

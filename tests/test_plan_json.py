@@ -107,8 +107,11 @@ def test_a_plan_whose_program_was_tampered_with_is_refused() -> None:
 
 
 def test_decisions_have_a_text_form() -> None:
-    for decision in (Keep(), Recompute(), Offload("disk"), Encode("mask"), EncodeThenOffload("mask", "host")):
+    plain = (Keep(), Recompute(), Offload("disk"), Encode("mask"), EncodeThenOffload("mask", "host"))
+    with_ops = (Recompute(7), Offload("disk", back_by=7), EncodeThenOffload("sparse:0.5", "host", back_by=7))
+    for decision in (*plain, *with_ops):
         assert from_text(to_text(decision)) == decision
+    assert [to_text(d) for d in with_ops] == ["recompute:7", "offload:disk:7", "encode:sparse:0.5+offload:host:7"]
     for text in ("", "keep:x", "offload", "offload:", "encode:a+keep", "encode:a+offload:b+offload:c", "KEEP"):
         with pytest.raises(BadOption, match="is no decision"):
             from_text(text)

@@ -70,6 +70,8 @@ static void lay_out(Evaluator *e, Arena *arena)
     TAKE(sends, num_storages);
     TAKE(fetched_starts, max_length + 1);
     TAKE(fetched, num_storages);
+    TAKE(sooner_starts, max_length + 1);
+    TAKE(sooner, num_storages);
     TAKE(frees_before_head, max_length + 1);
     TAKE(frees_before_next, num_storages);
     TAKE(free_ps, num_channels);
@@ -139,10 +141,11 @@ static void lay_down(Evaluator *e)
     }
 }
 
-/* The first storage whose state is not from -num_ops up to the last tier; -1: there is none. */
+/* The first storage whose state is not from -num_ops up to the last tier, back by the last op; -1: there is none. */
 static int64_t find_wrong_state(const Problem *p, const int32_t *states)
 {
-    const uint32_t num_negative = (uint32_t)p->num_ops, num_all = num_negative + AWAY + (uint32_t)p->num_tiers;
+    const uint32_t num_negative = (uint32_t)p->num_ops;
+    const uint32_t num_all = num_negative + AWAY + (uint32_t)(p->num_tiers * p->num_ops);
     const int64_t num_storages = p->num_storages;
     int32_t num_wrong = 0; /* there is no way out of the loop, so that it becomes vectors */
     for (int64_t s = 0; s < num_storages; s++)

@@ -169,6 +169,11 @@ typedef struct {
     int32_t *sends;
     int32_t *fetched_starts;
     int32_t *fetched;
+    int32_t *due_starts;        /* the same where they are to be back before that; those of fetched if none is */
+    int32_t *due;
+    int32_t *sooner_starts;     /* room for these lists */
+    int32_t *sooner;
+    bool any_sooner;
     int32_t *frees_before_head; /* by position: a chain of storages, ascending */
     int32_t *frees_before_next;
     int32_t num_sent;
@@ -233,6 +238,17 @@ static inline Span remade_at(const Evaluator *e, int32_t k)
 static inline Span fetched_for(const Evaluator *e, int32_t k)
 {
     return list_of(e->fetched_starts, e->fetched, k);
+}
+
+/* What is to be back by this position. */
+static inline Span due_for(const Evaluator *e, int32_t k)
+{
+    return list_of(e->due_starts, e->due, k);
+}
+
+static inline int32_t tier_of(const Evaluator *e, int32_t storage)
+{
+    return (e->states[storage] - AWAY) % (int32_t)e->problem.num_tiers;
 }
 
 /* False if a plan that is at least this far above the budget, and takes at least so long, cannot be better. */

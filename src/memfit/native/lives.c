@@ -42,6 +42,17 @@ static void free_before(Evaluator *e, int32_t position, int32_t storage)
     *link = storage;
 }
 
+/* Where a storage that was sent is to be back: where it is used, or at the op that its state says. */
+static inline int32_t due_at(const Evaluator *e, int32_t storage)
+{
+    int32_t back_by = (e->states[storage] - AWAY) / (int32_t)e->problem.num_tiers, used_at = e->fetched_at[storage];
+    if (back_by == 0)
+        return used_at;
+    if (back_by < e->problem.num_forward)
+        back_by = (int32_t)e->problem.num_forward;
+    return e->position[back_by] < used_at ? e->position[back_by] : used_at;
+}
+
 /* What is met for the first time in one of its lives ends here. Goes down, as the lists are filled from the back. */
 static void end_lives(Evaluator *e, Span storages, int32_t k, int32_t *frees_start, int32_t *sends_start)
 {
@@ -55,6 +66,7 @@ static void end_lives(Evaluator *e, Span storages, int32_t k, int32_t *frees_sta
                 e->sends[--*sends_start] = storage;
                 e->fetched_at[storage] = e->first_use[storage];
                 e->first_use[storage] = -1;
+                e->any_sooner |= due_at(e, storage) < e->fetched_at[storage];
                 e->in_use[storage] = true; /* it ends here, by being sent */
                 e->num_sent++;
             }
@@ -78,6 +90,7 @@ static void end(Evaluator *e)
     fill(e->fetched_at, p->num_storages, -1);
     fill(e->frees_before_head, e->length + 1, -1);
     e->num_sent = 0;
+    e->any_sooner = false;
     int32_t frees_start = (int32_t)(p->num_storages + p->max_rerun_made), sends_start = (int32_t)p->num_storages;
     e->frees_starts[e->length] = frees_start;
     e->sends_starts[p->num_forward] = sends_start;
@@ -107,6 +120,31 @@ static void list_fetched(Evaluator *e)
         }
         e->fetched_starts[k + 1] = count;
     }
+}
+
+/* Where all that was sent is to be back. What is used there comes behind what only has to be back by then. */
+static void list_due(Evaluator *e)
+{
+    e->due_starts = e->fetched_starts;
+    e->due = e->fetched;
+    if (!e->any_sooner)
+        return;
+    e->due_starts = e->sooner_starts;
+    e->due = e->sooner;
+    fill(e->due_starts, e->length + 1, 0);
+    for (int32_t s = 0; s < e->problem.num_storages; s++)
+        if (e->fetched_at[s] >= 0)
+            e->due_starts[due_at(e, s) + 1]++;
+    for (int32_t k = 0; k < e->length; k++)
+        e->due_starts[k + 1] += e->due_starts[k];
+    /* Filled from the back, so that each start goes down to where its list begins: used there first, and the last
+     * numbers first. The start of a position is the end of the one before until its own list is filled. */
+    for (int pass = 0; pass < 2; pass++)
+        for (int32_t s = (int32_t)e->problem.num_storages; s-- > 0;)
+            if (e->fetched_at[s] >= 0 && (due_at(e, s) < e->fetched_at[s]) == pass)
+                e->due[--e->due_starts[due_at(e, s) + 1]] = s;
+    memmove(e->due_starts, e->due_starts + 1, (size_t)e->length * sizeof *e->due_starts);
+    e->due_starts[e->length] = e->num_sent;
 }
 
 static inline int64_t bytes_of(const Evaluator *e, Span storages)
@@ -145,7 +183,7 @@ static bool count(Evaluator *e)
                 live += e->tangent_bytes;
             for (int32_t s = e->frees_before_head[k]; s >= 0; s = e->frees_before_next[s])
                 live -= p->storage_bytes[s];
-            live += bytes_of(e, fetched_for(e, k));
+            live += bytes_of(e, due_for(e, k));
         }
         if (e->again[k]) {
             int64_t remade_bytes = bytes_of(e, remade_at(e, k));
@@ -211,6 +249,7 @@ int64_t memfit_lives(Evaluator *e)
     give(e);
     end(e);
     list_fetched(e);
+    list_due(e);
     if (!count(e))
         return NOT_BETTER;
     e->forward_ps = e->least_forward_ps;

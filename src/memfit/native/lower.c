@@ -104,11 +104,6 @@ static int32_t release(Evaluator *e, int64_t need_bytes)
     return count;
 }
 
-static inline int32_t tier_of(const Evaluator *e, int32_t storage)
-{
-    return e->states[storage] - AWAY;
-}
-
 static void emit_forward(Evaluator *e)
 {
     const Problem *p = &e->problem;
@@ -156,8 +151,8 @@ static void plan_fetches(Evaluator *e)
         for (int32_t i = 0; i < count; i++)
             start_first(e, k + 1, e->released[i]);
         e->clock_ps += (e->again[k] ? e->rerun_ps : e->op_ps)[e->ops[k]];
-        Span fetched = fetched_for(e, k);
-        for (const int32_t *s = fetched.end; s-- > fetched.begin;) {
+        Span due = due_for(e, k);
+        for (const int32_t *s = due.end; s-- > due.begin;) {
             int32_t tier = tier_of(e, *s);
             linger(e, *s, p->fetch_channels[tier], p->fetch_ps[tier * p->num_storages + *s]);
             e->clock_ps += p->fetch_drag_ps[tier * p->num_storages + *s];

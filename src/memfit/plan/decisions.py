@@ -51,11 +51,14 @@ class Moments:
 class Offload:
     """Send it away after its last forward use, fetch it back for its first backward use.
 
-    When exactly is for the lowering to find (plan/lower.py), unless `when` says so.
+    When exactly is for the lowering to find (plan/lower.py), unless `when` says so. What is needed first is fetched
+    first; with `back_by` it is fetched as if the backward op of that number were the first to use it, and whatever is
+    decoded for that op: it comes before others then, and takes up room for longer.
     """
 
     tier: str = "host"
     when: Moments | None = None
+    back_by: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +84,15 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class EncodeThenOffload:
-    """Encode it, and send the code away; the mask that stands beside values for gates, a bit for each, stays."""
+    """Encode it, and send the code away; the mask that stands beside values for gates, a bit for each, stays.
+
+    `back_by` is that of Offload, for the code.
+    """
 
     codec: str
     tier: str = "host"
     as_in: tuple[Code, ...] = ()
+    back_by: int = 0
 
 
 _TIMED = re.compile(r"[^@]+@\d+,(\d+|-),\d+,\d+")
@@ -104,12 +111,23 @@ def to_text(decision: Decision) -> str:
             return "recompute"
         case Recompute(held_from):
             return f"recompute:{held_from}"
+        case Offload(tier, None, back_by):
+            return f"offload:{_place(tier, back_by)}"
         case Offload(tier, when):
-            return f"offload:{tier}" if when is None else f"offload:{tier}@{when}"
+            return f"offload:{tier}@{when}"
         case Encode(codec):
             return f"encode:{codec}"
-        case EncodeThenOffload(codec, tier):
-            return f"encode:{codec}+offload:{tier}"
+        case EncodeThenOffload(codec, tier, _, back_by):
+            return f"encode:{codec}+offload:{_place(tier, back_by)}"
+
+
+def _place(tier: str, back_by: int) -> str:
+    return f"{tier}:{back_by}" if back_by else tier
+
+
+def _from_place(text: str) -> tuple[str, int]:
+    tier, colon, op = text.rpartition(":")
+    return (tier, int(op)) if colon and tier and op.isdecimal() and int(op) > 0 else (text, 0)
 
 
 def from_text(text: str) -> Decision:
@@ -122,14 +140,19 @@ def from_text(text: str) -> Decision:
             return Recompute()
         case [("recompute", op)] if op.isdecimal() and int(op) > 0:
             return Recompute(int(op))
-        case [("offload", tier)] if tier and "@" not in tier:
-            return Offload(tier)
+        case [("offload", place)] if place and "@" not in place:
+            tier, back_by = _from_place(place)
+            return Offload(tier, back_by=back_by)
         case [("offload", timed)] if _TIMED.fullmatch(timed):
             tier, _, moments = timed.rpartition("@")
             send, sent, fetch, fetched = moments.split(",")
             return Offload(tier, Moments(int(send), None if sent == "-" else int(sent), int(fetch), int(fetched)))
         case [("encode", codec)] if codec:
             return Encode(codec)
-        case [("encode", codec), ("offload", tier)] if codec and tier and "@" not in tier:
-            return EncodeThenOffload(codec, tier)
-    raise BadOption(f"{text!r} is no decision. Decisions: keep, recompute[:OP], offload:TIER[@MOMENTS], encode:CODEC")
+        case [("encode", codec), ("offload", place)] if codec and place and "@" not in place:
+            tier, back_by = _from_place(place)
+            return EncodeThenOffload(codec, tier, back_by=back_by)
+    raise BadOption(
+        f"{text!r} is no decision. Decisions: keep, recompute[:OP], offload:TIER[:OP], offload:TIER@MOMENTS, "
+        "encode:CODEC, encode:CODEC+offload:TIER[:OP]"
+    )

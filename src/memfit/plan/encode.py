@@ -76,7 +76,7 @@ def encode_step(step: Step, decisions: Decisions, picked: Mapping[int, str] = Ma
         written = _Insertion(draft, step, storage, candidate).write(codes[storage])
         code_of[storage] = written.storage
         if isinstance(decision, EncodeThenOffload):
-            left[written.storage] = Offload(decision.tier)
+            left[written.storage] = Offload(decision.tier, back_by=decision.back_by)
     encoded = draft.close()
     number = draft.renumbered(encoded)
     left = {s: _renumbered(d, number, encoded.num_forward) for s, d in left.items()}
@@ -138,6 +138,9 @@ def _renumbered(decision: Decision, number: list[int], num_forward: int) -> Deci
     match decision:
         case Recompute(held_from) if held_from > 0:
             return Recompute(number[held_from] if held_from < len(number) else number[-1] + 1)
+        case Offload(tier, None, back_by) if 0 < back_by < len(number) and number[back_by] >= num_forward:
+            # In front of what is decoded for that op, too: right behind the one before it.
+            return Offload(tier, back_by=max(number[back_by - 1] + 1, num_forward))
         case Offload(_, Moments(send, sent, fetch, fetched)) if max(send, sent or 0, fetch, fetched) >= len(number):
             return decision  # Problem.states says what is wrong with it
         case Offload(tier, Moments(send, sent, fetch, fetched)):

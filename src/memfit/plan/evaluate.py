@@ -85,7 +85,7 @@ class Evaluator(abc.ABC):
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._num_storages = len(problem.step.storage_bytes)
-        self._num_states = AWAY + len(problem.tiers)
+        self._num_states = AWAY + len(problem.tiers) * problem.num_ops
 
     @cached_property
     def first_ways(self) -> npt.NDArray[np.int32]:
@@ -153,8 +153,9 @@ class Evaluator(abc.ABC):
 
     def _bad_state(self, storage: int, state: int) -> BadOption:
         tiers = "".join(f", {AWAY + number} (away in '{tier}')" for number, tier in enumerate(self.problem.tiers))
+        later = f", each and {len(self.problem.tiers)} times N (back by backward op N)" if tiers else ""
         return BadOption(
-            f"storage {storage}: there is no state {state}; states are 0 (keep), 1 (drop){tiers}"
+            f"storage {storage}: there is no state {state}; states are 0 (keep), 1 (drop){tiers}{later}"
             f", and -N (drop, and again after use, until backward op N; up to {self.problem.num_ops})"
         )
 

@@ -9,8 +9,9 @@ instruction:
    gradients can be given.
 3. `_Emitter`: write the instructions out. A send starts after the last forward use, and its bytes are released at the
    first op after its end, or before that if an op would not fit otherwise. Fetches are planned as sends in reversed
-   time: each starts as late as it can and still be there for its first use, or later if it would not fit. What compute
-   loses to a transfer counts where that begins. Storages that come with Moments travel at those instead; C has none of
+   time: each starts as late as it can and still be there for its first use, or for the op that it is to be back by, or
+   later if it would not fit; compute waits for it where it is used. What compute loses to a transfer counts where that
+   begins. Storages that come with Moments travel at those instead; C has none of
    that.
 """
 
@@ -161,6 +162,7 @@ class _Lives:
     gives: list[list[int]] = field(default_factory=list)
     sends: list[list[int]] = field(default_factory=list)  # right after the op
     fetched: list[list[int]] = field(default_factory=list)  # used here for the first time since they were sent
+    due: list[list[int]] = field(default_factory=list)  # the same where they are to be back before that
 
     @classmethod
     def of(cls, problem: Problem, states: Sequence[int], schedule: _Schedule) -> _Lives:
@@ -170,6 +172,7 @@ class _Lives:
             [[] for _ in range(length)],
             [[] for _ in range(length + 1)],
             [[] for _ in range(length + 1)],
+            [[] for _ in range(length)],
             [[] for _ in range(length)],
             [[] for _ in range(length)],
         )
@@ -207,6 +210,8 @@ class _Lives:
     ) -> None:
         """Walk back in time: what is met for the first time in one of its lives ends there."""
         num_forward = problem.num_forward
+        position = {op: k for k, op in enumerate(schedule.ops) if not schedule.again[k]}
+        sooner: list[list[int]] = [[] for _ in schedule.ops]
         in_use = [False] * len(problem.step.storage_bytes)
         first_use: dict[int, int] = {}  # of storages that are away
         for k in reversed(range(len(schedule.ops))):
@@ -216,7 +221,10 @@ class _Lives:
                         first_use[storage] = k
                     elif storage in first_use:
                         self.sends[k].append(storage)
-                        self.fetched[first_use.pop(storage)].append(storage)
+                        used_at, back_by = first_use.pop(storage), problem.back_by(states[storage])
+                        self.fetched[used_at].append(storage)
+                        due_at = min(used_at, position[max(back_by, num_forward)] if back_by else used_at)
+                        (self.due if due_at == used_at else sooner)[due_at].append(storage)
                         in_use[storage] = True  # it ends here, by being sent
                 if problem.stays[storage] or in_use[storage]:
                     continue
@@ -227,9 +235,11 @@ class _Lives:
                     self.frees[k].append(storage)
             for storage in schedule.remade[k]:
                 in_use[storage] = False
-        for lists in (self.frees, self.frees_before, self.sends, self.fetched):
+        for lists in (self.frees, self.frees_before, self.sends, self.fetched, self.due, sooner):
             for storages in lists:
                 storages.sort()
+        # What is used there is fetched after what only has to be back by then.
+        self.due = [first + second for first, second in zip(sooner, self.due, strict=True)]
 
     def _count(self, problem: Problem, schedule: _Schedule) -> None:
         """Add up the bytes at every op."""
@@ -239,7 +249,7 @@ class _Lives:
             if k == problem.num_forward:
                 live += sum(size[s] for s in problem.tangents)
             live -= sum(size[s] for s in self.frees_before[k])
-            live += sum(size[s] for s in self.fetched[k])
+            live += sum(size[s] for s in self.due[k])
             discarded = 0
             if schedule.again[k]:
                 live += sum(size[s] for s in schedule.remade[k])
@@ -319,7 +329,7 @@ class _Emitter:
         self.limit_bytes = limit_bytes
         self.timetable = _Timetable.of(moments, problem, schedule, lives)
         self.links = {tier: problem.costs.links[tier] for tier in problem.tiers}
-        self.tier_of = {s: problem.tiers[state - AWAY] for s, state in enumerate(states) if state >= AWAY}
+        self.tier_of = {s: problem.tier_of(state) for s, state in enumerate(states) if state >= AWAY}
         self.clock_ps = 0
         self.free_ps: dict[str, int] = {}
         self.is_here = list(problem.is_present)
@@ -383,7 +393,7 @@ class _Emitter:
                 starts[k + 1].insert(0, transfer.storage)
             prices_ps = self.problem.rerun_ps if self.schedule.again[k] else self.problem.op_ps
             self.clock_ps += prices_ps[self.schedule.ops[k]]
-            for storage in reversed([s for s in self.lives.fetched[k] if s not in self.timetable.storages]):
+            for storage in reversed([s for s in self.lives.due[k] if s not in self.timetable.storages]):
                 link = self.links[self.tier_of[storage]]
                 duration_ps = link.fetch_ps(self.problem.step.storage_bytes[storage])
                 lingering.append(self._transfer(storage, link.fetch_channel, duration_ps))

@@ -13,7 +13,8 @@ from memfit.plan.decisions import Decisions, Keep, Moments, Offload, Recompute
 from memfit.plan.rerun import Reruns, tangent_storages
 
 KEEP, DROP, AWAY = 0, 1, 2
-"""The three states of a storage between the halves; from AWAY on it is AWAY + the number of the tier.
+"""The three states of a storage between the halves; from AWAY on it is AWAY + the number of the tier, and for one that
+is to be back by an op before its first use, that op's number times that of all tiers (see Offload).
 
 A negative state is DROP too: made again for an op before the number -state, it is dropped once more (see Recompute).
 """
@@ -158,16 +159,37 @@ class Problem:
                         self.reruns.why_not_recompute(storage),
                         DROP if held_from <= 0 else -min(held_from, self.num_ops),
                     )
-                case Offload(tier, when):
+                case Offload(tier, when, back_by):
                     self.costs.link(tier)
-                    why, state = self.reruns.why_not_offload(storage), AWAY + self.tiers.index(tier)
+                    why, state = self.reruns.why_not_offload(storage), self.away_state(tier, back_by)
                     why = why or ("" if when is None else self._why_not_then(storage, when))
+                    why = why or self._why_not_back_by(back_by, when)
                 case _:
                     raise BadOption(f"storage {storage}: write {decision} into the step first (plan/encode.py)")
             if why:
                 raise BadOption(f"{self.describe(storage)} cannot be decided to {decision}: {why}")
             states[storage] = state
         return states
+
+    def away_state(self, tier: str, back_by: int = 0) -> int:
+        """The state of a storage that is away in that tier, and back by that op."""
+        return AWAY + self.tiers.index(tier) + len(self.tiers) * back_by
+
+    def tier_of(self, state: int) -> str:
+        return self.tiers[(state - AWAY) % len(self.tiers)]
+
+    def back_by(self, state: int) -> int:
+        """By which op a storage of that state is back; 0 if for its first use."""
+        return (state - AWAY) // len(self.tiers)
+
+    def _why_not_back_by(self, back_by: int, when: Moments | None) -> str:
+        if not back_by:
+            return ""
+        if when is not None:
+            return "its moments say when it is fetched"
+        if not self.num_forward <= back_by < self.num_ops:
+            return f"it is back by one of the backward ops, {self.num_forward} to {self.num_ops - 1}"
+        return ""
 
     def _why_not_then(self, storage: int, when: Moments) -> str:
         """What is wrong with these moments for it, or nothing."""

@@ -51,6 +51,12 @@ class CodedStep:
         return cls(step, costs, codes, Problem.of(encoded, costs), owner_of)
 
     @cached_property
+    def number_of(self) -> dict[int, int]:
+        """The number that each op of the step has among those with codes; what stands in its place makes the same."""
+        number = {op.outputs: index for index, op in enumerate(self.problem.step.ops)}
+        return {index: number[op.outputs] for index, op in enumerate(self.step.ops) if op.outputs in number}
+
+    @cached_property
     def codes_of(self) -> dict[int, tuple[int, ...]]:
         """For each storage that can be encoded those of its codes, values before gates."""
         found: dict[int, list[int]] = {storage: [] for storage in self.codes}

@@ -14,7 +14,14 @@ from memfit.plan.auto.judged import Judged, Judgements, judge
 from memfit.plan.auto.rounding import rounded_starts
 from memfit.plan.auto.search import Effort, Search
 from memfit.plan.auto.singles import Singles
-from memfit.plan.auto.sites import Site, decisions_of, first_ways_of, sites_made_often, sites_of
+from memfit.plan.auto.sites import (
+    Site,
+    decisions_of,
+    first_ways_of,
+    sites_made_often,
+    sites_of,
+    sites_out_of_turn,
+)
 from memfit.plan.bound.bound import Bound, Bounds
 from memfit.plan.decisions import Decisions, Encode
 from memfit.plan.encode import encode_step
@@ -33,6 +40,8 @@ _WORTH_ENUMERATING = 0.005
 _NUM_SETS = 4_000
 _MOST_COLUMNS = 400
 """In larger programs each tensor matters less, and solving takes longer."""
+_WORTH_REORDERING, _FEW_OPS = 0.005, 400
+"""The same for storages fetched out of turn; in longer steps each tensor matters less."""
 _NUM_OFFERED = 8
 """So many of the newest best are judged, if the newest is not what the search took it for."""
 
@@ -107,7 +116,9 @@ class MixPlanner:
         """A search that has its first plans, if there are any."""
         search = Search(self.plain, self.coded, self.sites, budget_bytes, effort=effort.on(self.plain.num_ops))
         for known in self.judged.plans:
-            search.offer_decisions(known.decisions, f"the plan of a budget of {known.room_bytes} bytes")
+            name = f"the plan of a budget of {known.room_bytes} bytes"
+            search.offer_decisions(known.decisions, name)
+            search.offer_decisions(known.decisions, name, picked=known.picked)
         for seed in seeds:
             search.offer_decisions(seed.decisions, "the plan of the step's other form")
         search.begin()
@@ -157,6 +168,32 @@ class MixPlanner:
         best = self.judged.best(budget_bytes) or self.judged.smallest()
         assert best is not None
         return Mix(best, mix.bound, mix.num_evaluations + search.num_evaluations, search.is_cut_short)
+
+    def reordered(self, mix: Mix, effort: Effort) -> Mix:
+        """Where a plan is far from what is proven: go on from it, with storages that may be fetched out of turn."""
+        plan, bound = mix.plan, mix.bound
+        if bound.over_ps is None or plan.peak_bytes > bound.budget_bytes or not self.plain.tiers:
+            return mix
+        if plan.step_ps - bound.keep_ps - bound.over_ps <= _WORTH_REORDERING * bound.keep_ps:
+            return mix
+        if self.plain.num_ops > _FEW_OPS:
+            return mix
+        tell("with storages fetched out of turn")
+        search = Search(
+            self.plain,
+            self.coded,
+            sites_out_of_turn(self.coded, self.sites),
+            bound.budget_bytes,
+            effort=effort.on(self.plain.num_ops),
+        )
+        search.offer_decisions(plan.decisions, plan.found_by, picked=plan.picked)
+        search.descend()
+        search.anneal()
+        search.search_windows()
+        self._take(search, bound.budget_bytes)
+        best = self.judged.best(bound.budget_bytes)
+        assert best is not None
+        return Mix(best, bound, mix.num_evaluations + search.num_evaluations, search.is_cut_short)
 
     def refined(self, bound: Bound, step_ps: int) -> Bound:
         """The bound with whole tensors, where a plan of that time is far from it and tensors are few."""

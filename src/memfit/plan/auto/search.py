@@ -6,8 +6,9 @@ import contextlib
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from memfit.plan.auto.annealing import anneal
 from memfit.plan.auto.board import Allowance, Board, OutOfEvaluations
@@ -109,9 +110,12 @@ class Search:
             self._starts.append((score, moves, found_by))
             self._keep(score, found_by)
 
-    def offer_decisions(self, decisions: Decisions, found_by: str) -> None:
-        """The same for decisions, as far as the search can express them."""
-        self.offer(moves_of(self.sites, decisions), found_by)
+    def offer_decisions(
+        self, decisions: Decisions, found_by: str, *, picked: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
+        """The same for decisions, as far as the search can express them, with ops computed in the ways `picked`."""
+        ways = {self.coded.number_of[op]: way for op, way in picked.items() if op in self.coded.number_of}
+        self.offer(moves_of(self.sites, decisions, ways), found_by)
 
     def begin(self) -> None:
         """Everything kept, and the starts by price: a first plan in a fraction of a second."""

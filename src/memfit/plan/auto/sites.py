@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from memfit.plan.auto.coded import CodedStep
 from memfit.plan.decisions import Decision, Encode, EncodeThenOffload, Keep, Offload, Recompute
@@ -11,6 +12,9 @@ from memfit.plan.problem import AWAY, DROP, KEEP
 
 _LEAST_SHARE = 1e-4
 """Smaller storages are left as they are by default: all statistics and counters together are less than a per cent."""
+
+_NUM_PLACES = 4
+"""By how many first uses of other storages one may be fetched before its turn."""
 
 _LARGE_WORKSPACE = 0.05
 """Of the budget: in which way ops with less are computed is not searched for, but follows from what has room."""
@@ -54,6 +58,8 @@ class Site:
                 nearest: Decision = Recompute()
             case Offload(tier):
                 nearest = Offload(tier)
+            case EncodeThenOffload(codec, tier):
+                nearest = EncodeThenOffload(codec, tier)
             case _:
                 nearest = decision
         numbers = {move.decision: n for n, move in enumerate(self.moves)}
@@ -122,8 +128,7 @@ def sites_made_often(coded: CodedStep, sites: Sequence[Site]) -> tuple[Site, ...
 
     Worth a try only where nothing fits otherwise: each use more is one more that ops are run again for.
     """
-    ops, values = coded.step.ops, coded.step.values
-    number = {op.outputs: index for index, op in enumerate(coded.problem.step.ops)}
+    ops, values, number = coded.step.ops, coded.step.values, coded.number_of
     uses: dict[int, list[int]] = {site.storage: [] for site in sites}
     for index in range(coded.step.num_forward, len(ops)):
         for storage in {values[value].storage for value in ops[index].reads()} & uses.keys():
@@ -132,8 +137,38 @@ def sites_made_often(coded: CodedStep, sites: Sequence[Site]) -> tuple[Site, ...
     for site in sites:
         can_be_made = any(move.decision == Recompute() for move in site.moves)
         # What codes put in the place of an op has the same outputs; one that they leave no trace of is no place to be.
-        held_from = [use for use in uses[site.storage] if ops[use].outputs in number] if can_be_made else []
-        more = (Move(-number[ops[use].outputs], None, Recompute(use)) for use in held_from)
+        held_from = [use for use in uses[site.storage] if use in number] if can_be_made else []
+        more = (Move(-number[use], None, Recompute(use)) for use in held_from)
+        found.append(replace(site, moves=(*site.moves, *more)))
+    return tuple(found)
+
+
+def sites_out_of_turn(coded: CodedStep, sites: Sequence[Site]) -> tuple[Site, ...]:
+    """The same with more moves, behind the others: storages fetched before some that are needed sooner.
+
+    That takes room, but leaves the channel to a large one when compute has most time for it. Worth a try where tensors
+    are few and huge: in other steps there is always something to be fetched that fits in between.
+    """
+    problem, step, number = coded.problem, coded.step, coded.number_of
+    first_use = {site.storage: step.storage[site.storage].first_backward for site in sites}
+    places = sorted({use for use in first_use.values() if use is not None})
+    found = []
+    for site in sites:
+        use = first_use[site.storage]
+        more: list[Move] = []
+        for place in [p for p in places if use is not None and p < use][-_NUM_PLACES:]:
+            # Behind the op before it, as codes are written in: what is decoded for it comes between.
+            if place == step.num_forward or place - 1 not in number:
+                continue
+            back_by = number[place - 1] + 1
+            for move in site.moves:
+                match move.decision:
+                    case Offload(tier):
+                        state = problem.away_state(tier, back_by)
+                        more.append(Move(state, None, Offload(tier, back_by=place)))
+                    case EncodeThenOffload(codec, tier):
+                        state = problem.away_state(tier, back_by)
+                        more.append(Move(move.state, state, EncodeThenOffload(codec, tier, back_by=place)))
         found.append(replace(site, moves=(*site.moves, *more)))
     return tuple(found)
 
@@ -152,6 +187,18 @@ def first_ways_of(sites: Sequence[Site | WaySite], moves: Sequence[int]) -> dict
     return {site.op: n for site, n in zip(sites, moves, strict=True) if n and isinstance(site, WaySite)}
 
 
-def moves_of(sites: Sequence[Site | WaySite], decisions: Mapping[int, Decision]) -> list[int]:
-    """The nearest that the search can express: moments of transfers are left out."""
-    return [site.number(decisions.get(site.storage)) or 0 if isinstance(site, Site) else 0 for site in sites]
+def moves_of(
+    sites: Sequence[Site | WaySite], decisions: Mapping[int, Decision], ways: Mapping[int, str] = MappingProxyType({})
+) -> list[int]:
+    """The nearest that the search can express: moments of transfers are left out.
+
+    `ways` is by op of the step with codes in it in which way it is computed, where that is known.
+    """
+    found = []
+    for site in sites:
+        if isinstance(site, Site):
+            found.append(site.number(decisions.get(site.storage)) or 0)
+        else:
+            way = ways.get(site.op, site.moves[0])
+            found.append(site.moves.index(way) if way in site.moves else 0)
+    return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memfit.plan.bound.account import Account, Numbers
-from memfit.plan.bound.fates import Fate, Kind, Parcel
+from memfit.plan.bound.fates import Fate, Kind, Parcel, Place
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Again:
         room_bytes: what there is for its workspace, at most, where it is run again for the first time.
         latest: the op in front of which that is, at the latest.
         is_there: whether it is there for sure.
-        last: the op in front of which it is run again for the last time, at the latest.
+        first, last: the ops in front of which it is run again for the first time, at the earliest, and for the last
+            time, at the latest.
     """
 
     op: int
@@ -34,6 +35,7 @@ class Again:
     room_bytes: int
     latest: int
     is_there: bool
+    first: int
     last: int
 
 
@@ -60,7 +62,7 @@ class Inference:
     def __init__(self, account: Account, budget_bytes: int) -> None:
         self.account, self.budget_bytes = account, budget_bytes
         reruns = account.reruns
-        self._sooner: dict[tuple[Parcel, int], Parcel] = {}
+        self._sooner: dict[tuple[Parcel, Place], Parcel] = {}
         self._made_with: dict[int, set[int]] = {}  # or from it
         for storage in reruns.recomputable:
             for writer in reruns.writers[storage]:
@@ -84,28 +86,30 @@ class Inference:
             if fates[storage].kind is Kind.ONCE and op < uses[0]:
                 self._hold(held, storage, op, uses[0])
         parcels = {s: fate.parcel for s, fate in fates.items() if fate.parcel is not None}
-        for source, op in self._sources(fates, latest).items():
+        sooner: dict[int, Place] = {}  # those that are used and fetched before that
+        for source, place in self._sources(fates, latest).items():
             uses = account.backward_uses[source]
-            if fates[source].kind is Kind.SENT and op < parcels[source].first_use:
+            if fates[source].kind is Kind.SENT and place < parcels[source].wanted:
                 if uses:
-                    self._hold(held, source, op, uses[0])
-                parcels[source] = self._wanted(parcels[source], op)
+                    sooner[source] = place
+                    self._hold(held, source, place[0], uses[0])
+                parcels[source] = self._wanted(parcels[source], place)
             elif fates[source].kind is Kind.KEPT and not uses:
                 self._hold(held, source, account.last_forward[source] + 1, account.num_forward)
         sends, fetches = (sum(fate.drag_ps[side] for fate in fates.values()) for side in (0, 1))
         return Consequences(
             held,
             tuple(parcels.values()),
-            tuple(self._again(fates, latest)),
+            tuple(self._again(fates, latest, sooner)),
             sum(fate.code_ps for fate in fates.values()),
             (sends, fetches),
         )
 
-    def _wanted(self, parcel: Parcel, op: int) -> Parcel:
+    def _wanted(self, parcel: Parcel, place: Place) -> Parcel:
         """The same parcel, wanted sooner: the same object for the same question."""
-        if (parcel, op) not in self._sooner:
-            self._sooner[parcel, op] = replace(parcel, first_use=op)
-        return self._sooner[parcel, op]
+        if (parcel, place) not in self._sooner:
+            self._sooner[parcel, place] = replace(parcel, wanted=place)
+        return self._sooner[parcel, place]
 
     def _hold(self, held: Numbers, storage: int, start: int, stop: int) -> None:
         """It is here all the while, which goes beyond what its fate says."""
@@ -129,22 +133,26 @@ class Inference:
                         waiting.append(source)
         return found
 
-    def _sources(self, fates: Mapping[int, Fate], latest: Mapping[int, int]) -> dict[int, int]:
-        """For each storage that is here and read by ops that run again, in front of which op, at the latest."""
+    def _sources(self, fates: Mapping[int, Fate], latest: Mapping[int, int]) -> dict[int, Place]:
+        """For each storage that is here and read by ops that run again the place of the first, at the latest."""
         reruns = self.account.reruns
-        found: dict[int, int] = {}
+        found: dict[int, Place] = {}
         for storage, op in latest.items():
             for writer in reruns.writers[storage]:
                 for source in reruns.rerun_touches[writer]:
                     if source in fates and source not in latest:
-                        found[source] = min(op, found.get(source, op))
+                        found[source] = min((op, writer), found.get(source, (op, writer)))
         return found
 
-    def _again(self, fates: Mapping[int, Fate], latest: Mapping[int, int]) -> list[Again]:
+    def _again(self, fates: Mapping[int, Fate], latest: Mapping[int, int], sooner: Mapping[int, Place]) -> list[Again]:
         account, reruns = self.account, self.account.reruns
+        gap_of = {storage: fate.gap_bytes for storage, fate in fates.items()}
+        for storage, place in sooner.items():
+            gap_of[storage] = gap_of[storage].copy()
+            gap_of[storage][place[0] + 1 : account.backward_uses[storage][0] + 1] = account.size[storage]
         gaps = account.gap_bytes.copy()
-        for fate in fates.values():
-            gaps += fate.gap_bytes
+        for gap in gap_of.values():
+            gaps += gap
         found: dict[int, Again] = {}
         for storage, at_latest in latest.items():
             fronts = [at_latest, *(op for op in self._triggers(storage, fates) if op < at_latest)]
@@ -153,10 +161,14 @@ class Inference:
             for writer in reruns.writers[storage]:
                 touched = {*reruns.rerun_touches[writer], *reruns.rerun_makes[writer], storage}
                 there = touched & account.last_forward.keys()
-                known = [fates[s].gap_bytes for s in there if s in fates]
+                known = [gap_of[s] for s in there if s in fates]
                 besides = [int(gaps[op]) - sum(int(gap[op]) for gap in known) for op in fronts]
+                if len(fronts) == 1:  # what was fetched for one that is run again in front of the same op
+                    before = ((at_latest, 0), (at_latest, writer))
+                    fetched = [s for s, place in sooner.items() if before[0] <= place < before[1] and s not in there]
+                    besides[0] += sum(int(account.size[s]) for s in fetched)
                 room = self.budget_bytes - sum(int(account.size[s]) for s in there) - min(besides)
-                again = Again(writer, 2 if is_often else 1, room, at_latest, len(fronts) == 1, last)
+                again = Again(writer, 2 if is_often else 1, room, at_latest, len(fronts) == 1, min(fronts), last)
                 found[writer] = _both(found[writer], again) if writer in found else again
         return list(found.values())
 
@@ -184,5 +196,6 @@ def _both(one: Again, other: Again) -> Again:
         min(one.room_bytes, other.room_bytes),
         max(one.latest, other.latest),
         one.is_there and other.is_there and one.latest == other.latest,
+        min(one.first, other.first),
         max(one.last, other.last),
     )

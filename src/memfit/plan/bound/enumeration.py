@@ -134,20 +134,18 @@ class Enumeration:
                 events.append(Event(again.op, again.latest, -1, ()))  # there is no room for it
                 continue
             if not again.is_there:
-                loose.append(Loose(again.times * min(w.again_ps for w in ways), 0, again.last))
+                loose.append(Loose(again.times * min(w.again_ps for w in ways), again.first, again.last))
                 continue
             more = again.times - 1
             loose_ps = more * min(w.again_ps for w in ways)
             if more:
-                loose.append(Loose(loose_ps, 0, again.last))
+                loose.append(Loose(loose_ps, again.first, again.last))
             least_ps = self._least_ps[again.op]
             offered = tuple(
                 Way(w.workspace_bytes, w.again_ps, max(w.time_ps - least_ps, 0.0))
                 for w in sorted(ways, key=lambda way: (way.time_ps, way.workspace_bytes))
             )
-            read = self.account.reruns.rerun_touches[again.op]
-            here = frozenset(p for p in follows.parcels if not p.is_code and p.storage in read)
-            events.append(Event(again.op, again.latest, again.room_bytes, offered, here))
+            events.append(Event(again.op, again.latest, again.room_bytes, offered))
         return events, loose
 
     def _code_times(self, decided: dict[int, Fate], *, is_backward: bool) -> list[Loose]:

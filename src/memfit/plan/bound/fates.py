@@ -18,6 +18,10 @@ from memfit.cost.costs import Link
 from memfit.plan.bound.account import Account, Numbers, Stretch
 from memfit.plan.bound.codings import Coding
 
+Place = tuple[int, int]
+"""Where an op runs in the backward half: the op that it is run again in front of, and itself; or twice itself. So
+places are in the order of time: what is run again in front of an op comes in the order of its numbers, then that op."""
+
 
 class Kind(Enum):
     """What becomes of a storage."""
@@ -39,7 +43,7 @@ class Parcel:
         is_code: whether it is a code of the storage, and not the storage itself.
         ready: the op after which it can leave.
         last_forward: the op after which it need not be here.
-        first_use: the op in front of which it is back; the number of ops if that is not known.
+        wanted: the place in front of which it is back; of the number of ops, if that is not known.
     """
 
     storage: int
@@ -51,7 +55,7 @@ class Parcel:
     fetch_channel: str
     ready: int
     last_forward: int
-    first_use: int
+    wanted: Place
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +163,7 @@ class Fates:
     def _parcel(
         self, link: Link, storage: int, is_code: bool, num_bytes: int, ready: int, last_forward: int, use: int | None
     ) -> Parcel:
+        first_use = self.account.num_ops if use is None else use
         return Parcel(
             storage,
             is_code,
@@ -169,7 +174,7 @@ class Fates:
             link.fetch_channel,
             ready,
             last_forward,
-            self.account.num_ops if use is None else use,
+            (first_use, first_use),
         )
 
 

@@ -61,7 +61,7 @@ class Forms:
         # The first plan before anything else: making the other form takes as long as finding that.
         begun = self.plain.begin(budget_bytes, effort)
         if self.tight is None:
-            mix = self.plain.insist(self.plain.finish(begun), effort)
+            mix = self.plain.reordered(self.plain.insist(self.plain.finish(begun), effort), effort)
             fits = mix.plan.peak_bytes <= budget_bytes
             return replace(mix, bound=self.plain.refined(mix.bound, mix.plan.step_ps) if fits else mix.bound), self.step
 
@@ -87,7 +87,8 @@ class Forms:
         for form, tried in mixes.items():
             if all(found.plan.peak_bytes > budget_bytes for found in mixes.values()):
                 mixes[form] = form.insist(tried, effort)
-                num_evaluations += mixes[form].num_evaluations - tried.num_evaluations
+            mixes[form] = form.reordered(mixes[form], effort)
+            num_evaluations += mixes[form].num_evaluations - tried.num_evaluations
         # Of a form that was not searched, plans of smaller budgets may be known.
         known = {form: form.judged.best(budget_bytes) or form.judged.smallest() for form in (first, second)}
         plans = {form: plan for form, plan in known.items() if plan is not None}
