@@ -10,10 +10,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from every_plan import LAYERS, LINKS, NAMES, drawn_codes, drawn_costs, drawn_step
 from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from planning import TENSOR, chain, planned_network, priced, tanh_storages
-from test_bound import LAYERS, LINKS, NAMES, drawn_codes, drawn_costs, drawn_step
 
 from memfit.capture.rewrites.proof import AssumedProofs
 from memfit.capture.rewrites.tight import tighten

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+from every_plan import LAYERS, LINKS, EveryPlan, all_states, drawn_codes, drawn_costs, drawn_step
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from planning import SECOND, TENSOR, chain, priced, tanh_storages
@@ -17,161 +17,16 @@ from random_decisions import random_decisions
 from torch import nn
 
 import memfit
-from memfit.capture.rewrites import rewrite
-from memfit.capture.rewrites.proof import AssumedProofs
-from memfit.capture.step import Step
-from memfit.codecs.registry import LOSSLESS_NAMES
-from memfit.cost.costs import CodecRate, Costs, Link, OpCost, free_of_charge, priced_calls
+from memfit.cost.costs import Costs, Link, OpCost, free_of_charge
 from memfit.cost.signature import signature
 from memfit.errors import BadOption
 from memfit.plan.bound import Bounds, floor
 from memfit.plan.bound.cut import Cuts
 from memfit.plan.decisions import Encode, EncodeThenOffload, Recompute
-from memfit.plan.encode import encode_step, why_not_encode
 from memfit.plan.evaluate import Evaluator
 from memfit.plan.lower import lower
-from memfit.plan.problem import AWAY, DROP, KEEP, Problem
+from memfit.plan.problem import Problem
 from memfit.plan.simulate import simulate
-
-HOST = Link("host", "out", "back", 12e9, 11e9, 1e-6)
-DISK = Link("disk", "disk", "disk", 2e9, 3e9, 1e-6)
-DRAGS = {"send_drag": 0.4, "fetch_drag": 0.7}
-LINKS = {
-    "none": {},
-    "host": {"host": HOST},
-    "disk": {"disk": DISK},
-    "disk, compute slows": {"disk": replace(DISK, **DRAGS)},
-    "both, compute slows": {"disk": replace(DISK, **DRAGS), "host": replace(HOST, send_drag=0.1)},
-    "one bus": {
-        "disk": replace(DISK, send_channel="bus", fetch_channel="bus"),
-        "host": replace(HOST, send_channel="bus", fetch_channel="bus"),
-    },
-}
-
-
-# --- small steps -----------------------------------------------------------------------------------------------------
-
-
-class Drawn(nn.Module):
-    """Layers (name, a, b) one after the other; a and b count back among the tensors made so far."""
-
-    def __init__(self, layers: list[tuple[str, int, int]]) -> None:
-        super().__init__()
-        self.layers = layers
-        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in layers)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = [self.convs[0](x)]
-        for index, (name, i, j) in enumerate(self.layers):
-            a, b = made[-1 - i % len(made)], made[-1 - j % len(made)]
-            match name:
-                case "conv":
-                    made.append(self.convs[index](a))
-                case "norm relu_":
-                    made.append(self.norms[index](a).relu_())
-                case "relu pool":
-                    made.append(nn.functional.max_pool2d(a.relu(), 3, 1, 1))
-                case "dropout":
-                    made.append(nn.functional.dropout(a, 0.3))
-                case "softmax":
-                    made.append(a.softmax(1) * b)
-                case "add_":
-                    made.append((a * 1.5).add_(b))
-                case _:
-                    made.append(a.tanh())
-        return made[-1]
-
-
-NAMES = ("conv", "norm relu_", "relu pool", "dropout", "softmax", "add_", "tanh")
-LAYERS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=5)
-
-
-def drawn_step(layers: list[tuple[str, int, int]]) -> Step:
-    with torch.device("meta"):
-        model, x = Drawn(layers), torch.empty(2, 4, 6, 6)
-    return rewrite(memfit.capture(model, (x,), loss=torch.Tensor.sum, device="cpu"), proofs=AssumedProofs())
-
-
-def drawn_costs(step: Step, links: dict[str, Link], rng: random.Random, *, with_ways: bool) -> Costs:
-    """Some ops take no time, some need a workspace, and, with ways, some have a slower way without."""
-    largest = max(step.storage_bytes)
-    times_ps = (0, 10**5, 10**6, rng.randrange(10**7))
-    prices, algorithms = {}, {}
-    for op in priced_calls(step):
-        key = signature(step, op)
-        prices[key] = fast = OpCost(rng.choice(times_ps), rng.choice((0, 0, largest // 2)))
-        if with_ways and fast.workspace_bytes:
-            slow = OpCost(fast.time_ps + rng.randrange(10**6))
-            algorithms[key] = {"fast": fast, "slow": slow}
-    return replace(
-        free_of_charge(step),
-        by_signature=prices,
-        links=links,
-        algorithms=algorithms,
-        default_codec=CodecRate(rng.choice([1e9, 1e12]), rng.choice([1e9, 1e12])),
-    )
-
-
-def drawn_codes(step: Step, rng: random.Random, most: int) -> dict[int, Encode]:
-    legal = {s: [name for name in LOSSLESS_NAMES if not why_not_encode(step, s, name)] for s in step.storage}
-    able = [s for s, names in legal.items() if names]
-    return {s: Encode(rng.choice(legal[s])) for s in rng.sample(able, min(most, len(able)))}
-
-
-# --- every plan there is ---------------------------------------------------------------------------------------------
-
-
-def problems(step: Step, costs: Costs, codes: dict[int, Encode]) -> Iterator[Problem]:
-    """The step with each choice of codes and of ways."""
-    for size in range(len(codes) + 1):
-        for chosen in itertools.combinations(sorted(codes), size):
-            yield Problem.of(encode_step(step, {s: codes[s] for s in chosen}).step, costs)
-    ways = costs.choices(step)
-    free = sorted(ways)[:4]
-    for slow in itertools.product(("fast", "slow"), repeat=len(free)):
-        picked = dict.fromkeys(ways, "fast") | dict(zip(free, slow, strict=True))
-        if "slow" in slow:
-            yield Problem.of(step, costs.picking(picked))
-    if ways:
-        yield Problem.of(step, costs.picking(dict.fromkeys(ways, "slow")))
-
-
-def all_states(problem: Problem, most: int) -> list[list[int]]:
-    """Every state of as many storages as make no more states than that, the large ones first; defaults of others.
-
-    Of what decisions can come to: what is encoded is neither sent nor kept besides, and of its codes only the first is
-    sent, none made again.
-    """
-    step, reruns = problem.step, problem.reruns
-    encoded: dict[int, list[int]] = {}
-    for op in step.ops[: step.num_forward]:
-        if op.target == "memfit.encode":
-            source, code = (step.values[v].storage for v in (next(iter(op.reads())), op.made[0]))
-            encoded.setdefault(source, []).append(code)
-    codes = [code for found in encoded.values() for code in found]
-    firsts = [found[0] for found in encoded.values()]
-    options = {
-        s: [KEEP]
-        + [DROP] * (s in reruns.recomputable and s not in codes)
-        + [AWAY + t for t in range(len(problem.tiers)) if not reruns.why_not_offload(s)]
-        * (s not in codes or s in firsts)
-        for s in reruns.owned
-        if s not in encoded
-    }
-    chosen: list[int] = []
-    count = 1
-    for s in sorted(options, key=lambda s: (step.storage[s].first_backward is None, -step.storage_bytes[s])):
-        if len(options[s]) > 1 and count * len(options[s]) <= most:
-            chosen.append(s)
-            count *= len(options[s])
-    found = []
-    for states in itertools.product(*(options[s] for s in chosen)):
-        made = problem.default_states()
-        for s, state in zip(chosen, states, strict=True):
-            made[s] = state
-        found.append(made)
-    return found
 
 
 @settings(
@@ -186,21 +41,20 @@ def test_no_plan_is_better(layers: list[tuple[str, int, int]], links: str, extra
     step = drawn_step(layers)
     costs = drawn_costs(step, LINKS[links], rng, with_ways=extra == "ways")
     codes = drawn_codes(step, rng, 2) if extra == "codes" else {}
-    every = [(Evaluator.of(p), all_states(p, 250)) for p in problems(step, costs, codes)]
-    peaks = sorted({evaluator.evaluate(states).peak_bytes for evaluator, found in every for states in found})
+    every = EveryPlan.of(step, costs, codes, chance=rng)
+    peaks = every.peaks()
     bounds = Bounds(step, costs, codes)
     for budget in {peaks[0] - 1, peaks[0], peaks[len(peaks) // 3], peaks[-1] - 1}:
         bound = bounds.at(budget)
-        outcomes = [evaluator.evaluate(states, budget) for evaluator, found in every for states in found]
-        within = [outcome.step_ps for outcome in outcomes if outcome.peak_bytes <= budget]
-        if within:
+        fastest_ps = every.fastest_ps(budget)
+        if fastest_ps is not None:
             assert bound.over_ps is not None, bound.describe()
-            assert bound.over_ps <= min(within) - bound.keep_ps, bound.describe()
+            assert bound.over_ps <= fastest_ps - bound.keep_ps, bound.describe()
             assert bound.smallest_bytes <= budget
             for num_solves in (8, 120):
                 refined = bounds.refined(bound, target_ps=sys.maxsize, num_solves=num_solves)
                 assert refined.over_ps is not None
-                assert bound.over_ps <= refined.over_ps <= min(within) - bound.keep_ps, refined.describe()
+                assert bound.over_ps <= refined.over_ps <= fastest_ps - bound.keep_ps, refined.describe()
         else:
             assert bounds.floor().needed_bytes <= peaks[0]
 
@@ -244,13 +98,13 @@ def test_no_plan_is_better_where_codes_are_decoded_for_ops_with_a_workspace(seed
     step = drawn_step([(rng.choice(names), rng.randrange(2), rng.randrange(2)) for _ in range(rng.randint(3, 5))])
     costs = drawn_costs(step, {}, rng, with_ways=False)
     codes = drawn_codes(step, rng, 2)
-    every = [(Evaluator.of(p), all_states(p, 120)) for p in problems(step, costs, codes)]
-    peaks = sorted({evaluator.evaluate(states).peak_bytes for evaluator, found in every for states in found})
+    every = EveryPlan.of(step, costs, codes, most=120)
+    peaks = every.peaks()
     for budget in {peaks[0], peaks[len(peaks) // 4]}:
-        outcomes = [evaluator.evaluate(states, budget) for evaluator, found in every for states in found]
-        within = [outcome.step_ps for outcome in outcomes if outcome.peak_bytes <= budget]
+        fastest_ps = every.fastest_ps(budget)
         bound = Bounds(step, costs, codes).at(budget)
-        assert bound.over_ps is not None and bound.over_ps <= min(within) - bound.keep_ps, bound.describe()
+        assert bound.over_ps is not None and fastest_ps is not None
+        assert bound.over_ps <= fastest_ps - bound.keep_ps, bound.describe()
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------

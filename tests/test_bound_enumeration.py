@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from every_plan import LAYERS, LINKS, EveryPlan, drawn_codes, drawn_costs, drawn_step
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from planning import SECOND, TENSOR, chain, priced, tanh_storages
 from random_decisions import random_decisions
-from test_bound import LAYERS, LINKS, all_states, drawn_codes, drawn_costs, drawn_step, problems
 from test_bound_networks import costs_of, step_of
 
 from memfit.errors import BadOption
@@ -22,7 +22,6 @@ from memfit.plan.bound.enumeration import Enumeration
 from memfit.plan.bound.fates import Fates, Kind, Parcel
 from memfit.plan.bound.halves import IMPOSSIBLE, Clock, Event, Half, Loose, Way
 from memfit.plan.decisions import Encode, EncodeThenOffload
-from memfit.plan.evaluate import Evaluator
 from memfit.plan.lower import lower
 from memfit.plan.policies.gist import lossless_codes
 from memfit.plan.simulate import simulate
@@ -44,18 +43,17 @@ def test_no_plan_is_better(layers: list[tuple[str, int, int]], links: str, extra
     step = drawn_step(layers)
     costs = drawn_costs(step, LINKS[links], rng, with_ways=extra == "ways")
     codes = drawn_codes(step, rng, 2) if extra == "codes" else {}
-    every = [(Evaluator.of(p), all_states(p, 250)) for p in problems(step, costs, codes)]
-    peaks = sorted({evaluator.evaluate(states).peak_bytes for evaluator, found in every for states in found})
+    every = EveryPlan.of(step, costs, codes, chance=rng)
+    peaks = every.peaks()
     bounds = Bounds(step, costs, codes)
     for budget in {peaks[0], peaks[len(peaks) // 6], peaks[len(peaks) // 3]}:
-        outcomes = [evaluator.evaluate(states, budget) for evaluator, found in every for states in found]
-        within = [outcome.step_ps for outcome in outcomes if outcome.peak_bytes <= budget]
+        fastest_ps = every.fastest_ps(budget)
         bound = bounds.at(budget)
         for num_sets in (1, 20, 400):
             higher = bounds.enumerated(bound, target_ps=sys.maxsize, num_sets=num_sets)
             assert bound.over_ps is not None and higher.over_ps is not None
             assert bound.over_ps <= higher.over_ps
-            assert not within or higher.over_ps <= min(within) - bound.keep_ps, higher.describe()
+            assert fastest_ps is None or higher.over_ps <= fastest_ps - bound.keep_ps, higher.describe()
 
 
 @SMALL
@@ -83,13 +81,13 @@ def test_two_results_of_one_op_are_made_again_together(seed: int) -> None:
     rng = random.Random(seed)
     step = drawn_step([("relu pool", 2, 2), ("conv", 0, 2)])
     costs = drawn_costs(step, LINKS["both, compute slows"], rng, with_ways=True)
-    every = [(Evaluator.of(p), all_states(p, 250)) for p in problems(step, costs, {})]
-    for budget in sorted({e.evaluate(states).peak_bytes for e, found in every for states in found})[:6]:
-        outcomes = [evaluator.evaluate(states, budget) for evaluator, found in every for states in found]
-        within = [outcome.step_ps for outcome in outcomes if outcome.peak_bytes <= budget]
+    every = EveryPlan.of(step, costs, {})
+    for budget in every.peaks()[:6]:
+        fastest_ps = every.fastest_ps(budget)
         bounds = Bounds(step, costs)
         higher = bounds.enumerated(bounds.at(budget), target_ps=sys.maxsize, num_sets=400)
-        assert higher.over_ps is not None and higher.over_ps <= min(within) - higher.keep_ps
+        assert higher.over_ps is not None and fastest_ps is not None
+        assert higher.over_ps <= fastest_ps - higher.keep_ps
 
 
 def test_of_many_small_steps_it_finds_the_optimum_of_more_than_the_cuts_do() -> None:
@@ -99,15 +97,14 @@ def test_of_many_small_steps_it_finds_the_optimum_of_more_than_the_cuts_do() -> 
         names = ("conv", "norm relu_", "relu pool", "tanh")
         step = drawn_step([(rng.choice(names), rng.randrange(3), rng.randrange(3)) for _ in range(4)])
         costs = drawn_costs(step, LINKS["host"], rng, with_ways=True)
-        every = [(Evaluator.of(p), all_states(p, 250)) for p in problems(step, costs, {})]
-        peaks = sorted({e.evaluate(states).peak_bytes for e, found in every for states in found})
+        every = EveryPlan.of(step, costs, {})
+        peaks = every.peaks()
         budget = peaks[len(peaks) // 6]
-        outcomes = [evaluator.evaluate(states, budget) for evaluator, found in every for states in found]
-        best_ps = min(outcome.step_ps for outcome in outcomes if outcome.peak_bytes <= budget)
+        best_ps = every.fastest_ps(budget)
         bounds = Bounds(step, costs)
         cut = bounds.at(budget)
         higher = bounds.enumerated(cut, target_ps=sys.maxsize, num_sets=400)
-        assert cut.over_ps is not None and higher.over_ps is not None
+        assert cut.over_ps is not None and higher.over_ps is not None and best_ps is not None
         by_cuts += cut.over_ps >= best_ps - cut.keep_ps - 2
         by_fates += higher.over_ps >= best_ps - cut.keep_ps - 2
     assert by_fates >= by_cuts + 3

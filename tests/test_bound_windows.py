@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from every_plan import EveryPlan, drawn_codes, drawn_costs, drawn_step
 from planning import planned_network
-from test_bound import all_states, drawn_codes, drawn_costs, drawn_step, problems
 from torch import nn
 
 import memfit
@@ -25,7 +25,6 @@ from memfit.plan.bound.cut import Cuts
 from memfit.plan.budget import Budget
 from memfit.plan.decisions import Encode
 from memfit.plan.encode import why_not_encode
-from memfit.plan.evaluate import Evaluator
 from memfit.plan.planner import plan_step
 from memfit.plan.policies.gist import lossless_codes
 
@@ -153,19 +152,16 @@ def test_no_plan_is_better_over_a_slow_link(seed: int) -> None:
     costs = drawn_costs(step, {"host": slow}, rng, with_ways=False)
     codes: dict[int, Encode] = drawn_codes(step, rng, 2)
     assert codes
-    outcomes = []
-    for problem in problems(step, costs, codes):
-        evaluator = Evaluator.of(problem)
-        outcomes += [(evaluator.evaluate(s).peak_bytes, evaluator, s) for s in all_states(problem, 300)]
-    peaks = sorted({peak for peak, _, _ in outcomes})
+    every = EveryPlan.of(step, costs, codes, most=300)
+    peaks = every.peaks()
     bounds = Bounds(step, costs, codes)
     for budget in (peaks[0], peaks[len(peaks) // 4], peaks[len(peaks) // 2]):
-        found = [each.evaluate(states, budget) for _, each, states in outcomes]
-        best = min(outcome.step_ps for outcome in found if outcome.peak_bytes <= budget)
+        best_ps = every.fastest_ps(budget)
+        assert best_ps is not None
         bound = bounds.at(budget)
         refined = bounds.refined(bound, target_ps=sys.maxsize, num_solves=200)
         assert bound.over_ps is not None and refined.over_ps is not None
-        assert bound.over_ps <= refined.over_ps <= best - bound.keep_ps, refined.describe()
+        assert bound.over_ps <= refined.over_ps <= best_ps - bound.keep_ps, refined.describe()
 
 
 def test_a_network_with_cheap_codes_has_no_free_transfers() -> None:

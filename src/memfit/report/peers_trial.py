@@ -26,7 +26,7 @@ NUM_COMPARED = 3
 _NUM_WARM_UP = 2
 _MAX_WARM_UP = 3 * NUM_WATCHED
 _LEARNING_RATE = 0.01
-_LEAST_TIMED, _ENOUGH_S = 5, 60.0
+_LEAST_TIMED, _ENOUGH_S = 5, 30.0
 """Steps that take long are timed so many times, if more than that time has passed: their noise is a smaller part."""
 
 

@@ -17,7 +17,7 @@ import torch
 from memfit import zoo
 from memfit.report.peak_worker import growth_by_gradients, in_a_fresh_arena
 from memfit.report.peers_planning import Search
-from memfit.report.peers_setting import PEERS, Setting
+from memfit.report.peers_setting import PEERS, Kind, Setting
 from memfit.report.peers_trial import is_warm, try_out
 from memfit.report.step_module import TrainingStep
 from memfit.resident import growth_bytes
@@ -87,7 +87,8 @@ def _peak(setting: Setting, network: str, *, batch: int | None, image: int | Non
             found["peak_bytes"] = stretches.whole_peak_bytes
             found["activation_peak_bytes"] = stretches.peak_bytes
 
-    step()  # compiles
+    if PEERS[setting.peer].kind not in (Kind.EAGER, Kind.CHECKPOINT):
+        step()  # compiles, or captures and plans
     # Until nobody plans again or reads the same marks of the kernel.
     while (fitted := model.__dict__.get("memfit")) is not None and not is_warm(fitted, len(seconds)):
         step()
