@@ -114,7 +114,7 @@ class MixPlanner:
 
     def begin(self, budget_bytes: int, effort: Effort, *, seeds: Iterable[Judged] = ()) -> Search:
         """A search that has its first plans, if there are any."""
-        search = Search(self.plain, self.coded, self.sites, budget_bytes, effort=effort.on(self.plain.num_ops))
+        search = self._search(self.sites, budget_bytes, effort)
         for known in self.judged.plans:
             name = f"the plan of a budget of {known.room_bytes} bytes"
             search.offer_decisions(known.decisions, name)
@@ -156,18 +156,12 @@ class MixPlanner:
         if mix.bound.over_ps is None or mix.plan.peak_bytes <= budget_bytes:
             return mix
         tell("with storages made again more than once")
-        sites = sites_made_often(self.coded, self.sites)
-        search = Search(self.plain, self.coded, sites, budget_bytes, effort=effort.on(self.plain.num_ops))
+        search = self._search(sites_made_often(self.coded, self.sites), budget_bytes, effort)
         for known in self.judged.plans:
             search.offer_decisions(known.decisions, known.found_by)
         search.descend()
         search.relieve()
-        search.anneal()
-        search.search_windows()
-        self._take(search, budget_bytes)
-        best = self.judged.best(budget_bytes) or self.judged.smallest()
-        assert best is not None
-        return Mix(best, mix.bound, mix.num_evaluations + search.num_evaluations, search.is_cut_short)
+        return self._gone_on(mix, search)
 
     def reordered(self, mix: Mix, effort: Effort) -> Mix:
         """Where a plan is far from what is proven: go on from it, with storages that may be fetched out of turn."""
@@ -179,21 +173,10 @@ class MixPlanner:
         if self.plain.num_ops > _FEW_OPS:
             return mix
         tell("with storages fetched out of turn")
-        search = Search(
-            self.plain,
-            self.coded,
-            sites_out_of_turn(self.coded, self.sites),
-            bound.budget_bytes,
-            effort=effort.on(self.plain.num_ops),
-        )
+        search = self._search(sites_out_of_turn(self.coded, self.sites), bound.budget_bytes, effort)
         search.offer_decisions(plan.decisions, plan.found_by, picked=plan.picked)
         search.descend()
-        search.anneal()
-        search.search_windows()
-        self._take(search, bound.budget_bytes)
-        best = self.judged.best(bound.budget_bytes)
-        assert best is not None
-        return Mix(best, bound, mix.num_evaluations + search.num_evaluations, search.is_cut_short)
+        return self._gone_on(mix, search)
 
     def refined(self, bound: Bound, step_ps: int) -> Bound:
         """The bound with whole tensors, where a plan of that time is far from it and tensors are few."""
@@ -213,6 +196,19 @@ class MixPlanner:
         """Once a bound is that high, a plan of that time is near enough to it."""
         keep_ps = self.keep.step_ps
         return step_ps - keep_ps - int(NEAR_ENOUGH * keep_ps)
+
+    def _search(self, sites: tuple[Site, ...], budget_bytes: int, effort: Effort) -> Search:
+        return Search(self.plain, self.coded, sites, budget_bytes, effort=effort.on(self.plain.num_ops))
+
+    def _gone_on(self, mix: Mix, search: Search) -> Mix:
+        """What a further search comes to, and all before it."""
+        search.anneal()
+        search.search_windows()
+        self._take(search, mix.bound.budget_bytes)
+        best = self.judged.best(mix.bound.budget_bytes) or self.judged.smallest()
+        assert best is not None
+        cut_short = mix.is_cut_short or search.is_cut_short
+        return Mix(best, mix.bound, mix.num_evaluations + search.num_evaluations, cut_short)
 
     def _take(self, search: Search, budget_bytes: int) -> None:
         """Judge what the search found; should that not fit after all, what it had found before."""

@@ -14,6 +14,7 @@ Time that nobody knows the place of (codes, drag, ops run again somewhere) count
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -187,14 +188,18 @@ class Half:
 
     def _after(self, event: Event, courses: list[_Course]) -> list[_Course]:
         """The courses that go on: each way with what has to be waited for, as long as it may be the best."""
-        numbers = [number for number, parcel in enumerate(self._parcels) if self._clock.can_be_away(parcel, event)][
-            :_MOST_PARCELS
-        ]
+        able = (number for number, parcel in enumerate(self._parcels) if self._clock.can_be_away(parcel, event))
+        numbers = list(itertools.islice(able, _MOST_PARCELS))
         near = tuple(self._parcels[number] for number in numbers)
         all_bytes = sum(parcel.num_bytes for parcel in near)
-        if event.ways and event.room_bytes >= all_bytes + event.ways[0].workspace_bytes and not any(event.ways[0][1:]):
-            return courses  # there is room for everything
         found: list[_Course] = []
+        if event.ways and not any(event.ways[0][1:]):
+            # Where there is room for all that has not gone, nothing is better than to go on.
+            must_bytes = all_bytes + event.ways[0].workspace_bytes - event.room_bytes
+            found = [c for c in courses if must_bytes <= self._gone_bytes(c, numbers)] if must_bytes > 0 else courses
+            if len(found) == len(courses):
+                return courses
+            courses = [course for course in courses if must_bytes > self._gone_bytes(course, numbers)]
         for way in event.ways:
             room_bytes = event.room_bytes - way.workspace_bytes
             if room_bytes < 0:
@@ -209,6 +214,9 @@ class Half:
                     if after.cost_ps <= self._limit_ps:
                         found.append(after)
         return _worth_following(found)
+
+    def _gone_bytes(self, course: _Course, numbers: list[int]) -> int:
+        return sum(self._parcels[number].num_bytes for number in numbers if course.gone >> number & 1)
 
     def _choices(
         self, near: tuple[Parcel, ...], numbers: list[int], must_bytes: int, event: Event, gone: int
