@@ -374,6 +374,21 @@ def test_where_everything_fits_nothing_is_done() -> None:
     assert found.lower_bound_overhead == 0
 
 
+def test_where_everything_fits_and_a_plan_of_a_smaller_budget_is_faster_that_is_taken() -> None:
+    """Codes can make a step shorter than keeping everything: overhead must not rise with the budget."""
+    step, costs = chain_of_seconds(6)
+    forms = auto._forms(step, costs)
+    keep = forms.plain.keep
+    faster = replace(keep, found_by="gist-lossless", peak_bytes=keep.peak_bytes // 2, step_ps=keep.step_ps - 1)
+    forms.plain.judged.add(faster)
+    mix, form = forms.plan(keep.peak_bytes, FEW)
+    assert mix.plan is faster and form is step
+    decided = auto.decide(step, costs, keep.peak_bytes)
+    assert decided.note == "everything fits; the plan of a smaller budget takes less time than keeping it"
+    other, costs_of_other = chain_of_seconds(6)
+    assert auto.decide(other, costs_of_other, keep.peak_bytes).note == "everything fits: nothing is done"
+
+
 def test_a_chain_that_is_nearly_free_to_send_away_is_sent() -> None:
     step, costs = chain_of_seconds(8)
     found = planned(step, costs, "60%")

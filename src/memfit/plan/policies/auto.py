@@ -57,7 +57,7 @@ class Forms:
         """The best mix within the budget, and the form of the step that it is for."""
         kept = self.plain.kept(budget_bytes)
         if kept is not None:
-            return kept, self.step
+            return self._known_or(kept)
         # The first plan before anything else: making the other form takes as long as finding that.
         begun = self.plain.begin(budget_bytes, effort)
         if self.tight is None:
@@ -104,6 +104,19 @@ class Forms:
         )
         return whole, chosen.step
 
+    def _known_or(self, kept: Mix) -> tuple[Mix, Step]:
+        """Everything kept, or a plan of a smaller budget where that is faster: codes can make a step shorter."""
+        best, best_form, bound = kept.plan, self.plain, kept.bound
+        # Its other form is not made for that: if it was not before, there is no plan of it.
+        tight: MixPlanner | None = self.__dict__.get("tight")
+        for form in (self.plain,) if tight is None else (self.plain, tight):
+            known = form.judged.best(bound.budget_bytes)
+            if known is not None and known.step_ps < best.step_ps:
+                best, best_form = known, form
+        if best_form is not self.plain:
+            bound = _weaker(bound, best_form.bounds.at(bound.budget_bytes))
+        return replace(kept, plan=best, bound=bound), best_form.step
+
 
 def _least_ps(bound: Bound) -> int:
     """What any plan of that form takes at least; more than any of the other where none fits."""
@@ -135,6 +148,8 @@ def decide(step: Step, costs: Costs, budget_bytes: int | None) -> Decided:
         note += f"; with ops that hold less ({', '.join(name for name in form.rewrites if '>' in name)})"
     elif plan.found_by == "keep" and plan.peak_bytes <= budget_bytes:
         note = "everything fits: nothing is done"
+    elif not mix.num_evaluations:
+        note = "everything fits; the plan of a smaller budget takes less time than keeping it"
     return Decided(
         plan.decisions,
         costs.picking(plan.picked) if plan.picked else costs,
