@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from memfit.capture.step import Step
 from memfit.codecs.registry import LOSSLESS_NAMES as CODECS
@@ -68,12 +68,16 @@ def random_decisions(step: Step, costs: Costs, seed: int) -> Decisions:
 
 
 @contextlib.contextmanager
-def random_policy(seed: int) -> Iterator[str]:
-    """A policy that decides at random, and two tiers to put bytes in, for the time being."""
-    name = f"random-{seed}"
-    POLICIES[name] = Policy(name, "at random", lambda step, costs, budget: random_decisions(step, costs, seed))
+def policy_of(name: str, decide: Callable[[Step, Costs, int | None], Decisions]) -> Iterator[str]:
+    """A policy, and two tiers to put bytes in, for the time being."""
+    POLICIES[name] = Policy(name, "of a test", decide)
     TIERS.update({"first": NullTier(), "second": NullTier()})
     try:
         yield name
     finally:
         del POLICIES[name], TIERS["first"], TIERS["second"]
+
+
+def random_policy(seed: int) -> contextlib.AbstractContextManager[str]:
+    """One that decides at random."""
+    return policy_of(f"random-{seed}", lambda step, costs, budget: random_decisions(step, costs, seed))

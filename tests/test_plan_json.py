@@ -15,7 +15,7 @@ from random_decisions import random_decisions
 from memfit.cost.costs import Costs, free_of_charge
 from memfit.errors import BadOption
 from memfit.plan.check import IllegalProgram
-from memfit.plan.decisions import Encode, EncodeThenOffload, Keep, Offload, Recompute, from_text, to_text
+from memfit.plan.decisions import Encode, EncodeThenOffload, Keep, Offload, Recompute, from_text, to_text, untimed
 from memfit.plan.lower import lower, lower_keep
 from memfit.plan.plan import Plan, WrongPlan
 from memfit.plan.program import instructions_to_lists
@@ -112,6 +112,7 @@ def test_decisions_have_a_text_form() -> None:
     for decision in (*plain, *with_ops):
         assert from_text(to_text(decision)) == decision
     assert [to_text(d) for d in with_ops] == ["recompute:7", "offload:disk:7", "encode:sparse:0.5+offload:host:7"]
+    assert [to_text(untimed(d)) for d in with_ops[1:]] == ["offload:disk", "encode:sparse:0.5+offload:host"]
     for text in ("", "keep:x", "offload", "offload:", "encode:a+keep", "encode:a+offload:b+offload:c", "KEEP"):
         with pytest.raises(BadOption, match="is no decision"):
             from_text(text)

@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from equivalence import assert_same_as_eager
-from random_decisions import random_policy
+from random_decisions import policy_of, random_policy
 from test_exact_zoo import small
 from test_ledger_real import assert_plan_is_followed, with_loss
 from test_offload_policies import thin_vgg
+from torch import nn
 
 from memfit.capture.step import Step
 from memfit.cost.costs import Costs
 from memfit.cost.devices import device
 from memfit.cost.roofline import roofline
+from memfit.plan.decisions import Decisions, Offload
 from memfit.plan.program import Run
+from memfit.plan.rerun import Reruns
 
 POLICIES = ("sqrt", "checkpoint-search", "checkpoint-search-peak", "rotor")
 NETWORKS = ("vgg16", "vgg16_bn", "resnet50", "densenet121", "unet", "darts", "gpt2")
@@ -62,6 +66,29 @@ def test_random_plans_serve_tangents_that_are_laid_out_differently(seed: int) ->
     with random_policy(seed) as policy:
         assert_same_as_eager(
             model, inputs, batch=2, other_batch=None, steps=2, loss=lambda output, _: output.sum(), policy=policy
+        )
+
+
+def test_where_storages_are_back_says_nothing_of_another_backward_half() -> None:
+    """Backward from one of two outputs has fewer ops than the half that the plan was made for."""
+
+    class Two(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> Any:
+            first = self[0](x).tanh()
+            return self[1](first).tanh(), first.mean()
+
+    def back_by_the_last_op(step: Step, costs: Costs, budget: int | None) -> Decisions:
+        reruns = Reruns(step)
+        sent = [s for s in reruns.owned if not reruns.why_not_offload(s)]
+        return {storage: Offload("first", back_by=len(step.ops) - 1) for storage in sent}
+
+    with policy_of("late", back_by_the_last_op) as policy:
+        assert_same_as_eager(
+            Two(nn.Linear(4, 4), nn.Linear(4, 4)),
+            lambda batch: (torch.randn(batch, 4),),
+            other_batch=None,
+            loss=lambda output, _: output[0].sum(),
+            policy=policy,
         )
 
 

@@ -18,7 +18,7 @@ from memfit.cli.target import Pricing, Target, costs_facts, costs_summary
 from memfit.cost.costs import PS_PER_S
 from memfit.errors import BadOption
 from memfit.plan.budget import Budget
-from memfit.plan.decisions import Keep, Recompute, to_text
+from memfit.plan.decisions import Decision, Keep, Recompute, to_text, untimed
 from memfit.plan.options import policy_or_default
 from memfit.plan.planner import Planned, plan_step
 from memfit.plan.policies.network_wide import layer_input_bytes
@@ -138,7 +138,7 @@ def summary(planned: Planned, target: Target, pricing: Pricing, optimizer: str) 
     return found
 
 
-def _decided(planned: Planned) -> list[tuple[Storage, str]]:
+def _decided(planned: Planned) -> list[tuple[Storage, Decision]]:
     """The forward half's storages that backward reads, or holds to recompute from, each with its decision."""
     decisions = {} if planned.plan is None else planned.plan.decisions
     found = []
@@ -148,7 +148,7 @@ def _decided(planned: Planned) -> list[tuple[Storage, str]]:
         decision = decisions.get(storage.id)
         held_for_reruns = decision is not None and not isinstance(decision, Recompute)
         if storage.first_backward is not None or held_for_reruns:
-            found.append((storage, to_text(decision or Keep())))
+            found.append((storage, decision or Keep()))
     return found
 
 
@@ -156,7 +156,7 @@ def _decisions(planned: Planned) -> dict[str, dict[str, int]]:
     """How many storages each decision was taken for, and their bytes; the moments of transfers are not told apart."""
     found: dict[str, dict[str, int]] = {}
     for storage, decision in _decided(planned):
-        row = found.setdefault(decision.partition("@")[0], {"count": 0, "bytes": 0})
+        row = found.setdefault(to_text(untimed(decision)), {"count": 0, "bytes": 0})
         row["count"] += 1
         row["bytes"] += storage.bytes
     return dict(sorted(found.items()))
@@ -165,7 +165,7 @@ def _decisions(planned: Planned) -> dict[str, dict[str, int]]:
 def _largest(planned: Planned, num_rows: int) -> list[dict[str, Any]]:
     decided = {storage.id: (storage, decision) for storage, decision in _decided(planned)}
     largest = largest_first(storage for storage, _ in decided.values())[:num_rows]
-    return [described(planned.step, storage) | {"decision": decided[storage.id][1]} for storage in largest]
+    return [described(planned.step, storage) | {"decision": to_text(decided[storage.id][1])} for storage in largest]
 
 
 @contextlib.contextmanager

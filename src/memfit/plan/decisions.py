@@ -102,6 +102,16 @@ Decisions = Mapping[int, Decision]
 """By storage id. A storage that is not listed is kept if backward reads it, and dropped if not."""
 
 
+def untimed(decision: Decision) -> Decision:
+    """The same, whenever things travel."""
+    match decision:
+        case Offload(tier):
+            return Offload(tier)
+        case EncodeThenOffload(codec, tier):
+            return EncodeThenOffload(codec, tier)
+    return decision
+
+
 def to_text(decision: Decision) -> str:
     """`offload:host`, `encode:mask`, `encode:mask+offload:disk`."""
     match decision:

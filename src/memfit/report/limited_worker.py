@@ -22,7 +22,7 @@ from memfit import zoo
 from memfit.api import fit
 from memfit.codecs import dense
 from memfit.errors import MemfitError
-from memfit.plan.decisions import Keep, Recompute, to_text
+from memfit.plan.decisions import Keep, Recompute, to_text, untimed
 from memfit.plan.planner import Planned
 from memfit.report.step_module import loss_of
 from memfit.resident import CannotMeasure, high_water_bytes, reset_high_water, resident_bytes
@@ -130,7 +130,7 @@ def _plan(planned: Planned) -> dict[str, Any]:
         held_for_reruns = decision is not None and not isinstance(decision, Recompute)
         if storage.first_backward is None and not held_for_reruns:
             continue
-        row = decided.setdefault(to_text(decision or Keep()).partition("@")[0], {"count": 0, "bytes": 0})
+        row = decided.setdefault(to_text(untimed(decision or Keep())), {"count": 0, "bytes": 0})
         row["count"] += 1
         row["bytes"] += storage.bytes
     return {

@@ -12,7 +12,7 @@ from memfit.capture.step import Step
 from memfit.capture.structure import put_together, take_apart
 from memfit.capture.trace import Layout
 from memfit.cost.costs import Costs
-from memfit.plan.decisions import Decision, Encode, EncodeThenOffload
+from memfit.plan.decisions import Decision, Encode, EncodeThenOffload, Offload
 from memfit.plan.encode import encode_step
 from memfit.run.compiled import Compiled
 from memfit.torch_internals import fake_mode
@@ -23,10 +23,11 @@ def decisions_as_in(like: Compiled, step: Step) -> dict[int, Decision]:
     assert like.planned is not None and like.planned.plan is not None
     plan = like.planned.plan
     codes = encode_step(plan.step, plan.decisions).codes
-    made = {
-        s: replace(d, as_in=codes[s]) if isinstance(d, Encode | EncodeThenOffload) else d
-        for s, d in plan.decisions.items()
-    }
+    made: dict[int, Decision] = {}
+    for s, d in plan.decisions.items():
+        d = replace(d, as_in=codes[s]) if isinstance(d, Encode | EncodeThenOffload) else d
+        # Ops of the backward half that it was to be back by have other numbers there, or are not there at all.
+        made[s] = replace(d, back_by=0) if isinstance(d, Offload | EncodeThenOffload) else d
     by_name = {plan.step.values[plan.step.storage[s].values[0]].name: d for s, d in made.items()}
     names = {storage.id: step.values[storage.values[0]].name for storage in step.storages}
     return {storage: by_name[name] for storage, name in names.items() if name in by_name}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from memfit.plan.auto.coded import CodedStep
-from memfit.plan.decisions import Decision, Encode, EncodeThenOffload, Keep, Offload, Recompute
+from memfit.plan.decisions import Decision, Encode, EncodeThenOffload, Keep, Offload, Recompute, untimed
 from memfit.plan.problem import AWAY, DROP, KEEP
 
 _LEAST_SHARE = 1e-4
@@ -51,17 +51,9 @@ class Site:
 
     def number(self, decision: Decision | None) -> int | None:
         """The number of the move that a decision asks for, however it is timed; None if there is none."""
-        match decision:
-            case None:
-                return 0
-            case Recompute():
-                nearest: Decision = Recompute()
-            case Offload(tier):
-                nearest = Offload(tier)
-            case EncodeThenOffload(codec, tier):
-                nearest = EncodeThenOffload(codec, tier)
-            case _:
-                nearest = decision
+        if decision is None:
+            return 0
+        nearest = Recompute() if isinstance(decision, Recompute) else untimed(decision)
         numbers = {move.decision: n for n, move in enumerate(self.moves)}
         return numbers.get(decision, numbers.get(nearest))
 
