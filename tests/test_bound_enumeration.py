@@ -113,6 +113,30 @@ def test_of_many_small_steps_it_finds_the_optimum_of_more_than_the_cuts_do() -> 
 # --- by hand ---------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_away_at_one_op_is_away_further_from_its_use() -> None:
+    """A small parcel leaves room at one op, a large one at the op before it: there both are still to come."""
+    elapsed = np.arange(0, 11, dtype=np.float64)
+    large = Parcel(7, False, 100, 2, 10, "out", "back", ready=1, last_forward=1, wanted=(9, 9))
+    small = Parcel(8, False, 60, 2, 1, "out", "back", ready=1, last_forward=1, wanted=(9, 9))
+    at_five, at_four = Event(5, 5, 100, (Way(0, 0.0),)), Event(4, 4, 60, (Way(0, 0.0),))
+
+    def longer_ps(*events: Event) -> float:
+        half = Half(Clock(elapsed, 4, is_backward=True), [large, small], [], IMPOSSIBLE)
+        return half.longer_ps(events)
+
+    assert longer_ps(at_five) == longer_ps(at_four) == 6, "eleven seconds of fetches, five of ops"
+    assert longer_ps(at_five, at_four) == 7, "the large one alone lacks 7 at op 5, and both lack 7 at op 4"
+
+
+def test_what_is_fetched_for_an_op_that_runs_again_has_no_time_while_that_runs() -> None:
+    elapsed = np.arange(0, 11, dtype=np.float64)
+    again, full = Event(2, 6, 1_000, (Way(0, 3.0),)), Event(5, 5, 0, (Way(0, 0.0),))
+    for wanted, expected in (((6, 2), 6), ((6, 6), 3)):
+        parcel = Parcel(7, False, 100, 2, 3, "out", "back", ready=1, last_forward=1, wanted=wanted)
+        half = Half(Clock(elapsed, 4, is_backward=True), [parcel], [], IMPOSSIBLE)
+        assert half.longer_ps([again, full]) == expected
+
+
 def test_losses_at_two_ops_add_up() -> None:
     """Each of two ops may have its workspace if a parcel is away there, and it has time for neither."""
     elapsed = np.arange(0, 11, dtype=np.float64)  # ten ops of one second; from the fourth on backward

@@ -111,8 +111,12 @@ def test_decisions_have_a_text_form() -> None:
     with_ops = (Recompute(7), Offload("disk", back_by=7), EncodeThenOffload("sparse:0.5", "host", back_by=7))
     for decision in (*plain, *with_ops):
         assert from_text(to_text(decision)) == decision
-    assert [to_text(d) for d in with_ops] == ["recompute:7", "offload:disk:7", "encode:sparse:0.5+offload:host:7"]
+    assert [to_text(d) for d in with_ops] == ["recompute:7", "offload:disk@7", "encode:sparse:0.5+offload:host@7"]
     assert [to_text(untimed(d)) for d in with_ops[1:]] == ["offload:disk", "encode:sparse:0.5+offload:host"]
+    assert from_text("offload:ssd:1") == Offload("ssd:1"), "a tier may be called that"
+    for text in ("offload:disk@0", "offload:disk@x", "offload:@7", "encode:mask+offload:host@-7"):
+        with pytest.raises(BadOption, match="is no decision"):
+            from_text(text)
     for text in ("", "keep:x", "offload", "offload:", "encode:a+keep", "encode:a+offload:b+offload:c", "KEEP"):
         with pytest.raises(BadOption, match="is no decision"):
             from_text(text)

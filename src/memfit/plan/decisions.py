@@ -96,6 +96,7 @@ class EncodeThenOffload:
 
 
 _TIMED = re.compile(r"[^@]+@\d+,(\d+|-),\d+,\d+")
+_PLACE = re.compile(r"[^@]+(@[1-9]\d*)?")
 
 Decision = Keep | Recompute | Offload | Encode | EncodeThenOffload
 Decisions = Mapping[int, Decision]
@@ -132,12 +133,12 @@ def to_text(decision: Decision) -> str:
 
 
 def _place(tier: str, back_by: int) -> str:
-    return f"{tier}:{back_by}" if back_by else tier
+    return f"{tier}@{back_by}" if back_by else tier
 
 
 def _from_place(text: str) -> tuple[str, int]:
-    tier, colon, op = text.rpartition(":")
-    return (tier, int(op)) if colon and tier and op.isdecimal() and int(op) > 0 else (text, 0)
+    tier, _, op = text.partition("@")
+    return tier, int(op or 0)
 
 
 def from_text(text: str) -> Decision:
@@ -150,7 +151,7 @@ def from_text(text: str) -> Decision:
             return Recompute()
         case [("recompute", op)] if op.isdecimal() and int(op) > 0:
             return Recompute(int(op))
-        case [("offload", place)] if place and "@" not in place:
+        case [("offload", place)] if _PLACE.fullmatch(place):
             tier, back_by = _from_place(place)
             return Offload(tier, back_by=back_by)
         case [("offload", timed)] if _TIMED.fullmatch(timed):
@@ -159,10 +160,10 @@ def from_text(text: str) -> Decision:
             return Offload(tier, Moments(int(send), None if sent == "-" else int(sent), int(fetch), int(fetched)))
         case [("encode", codec)] if codec:
             return Encode(codec)
-        case [("encode", codec), ("offload", place)] if codec and place and "@" not in place:
+        case [("encode", codec), ("offload", place)] if codec and _PLACE.fullmatch(place):
             tier, back_by = _from_place(place)
             return EncodeThenOffload(codec, tier, back_by=back_by)
     raise BadOption(
-        f"{text!r} is no decision. Decisions: keep, recompute[:OP], offload:TIER[:OP], offload:TIER@MOMENTS, "
-        "encode:CODEC, encode:CODEC+offload:TIER[:OP]"
+        f"{text!r} is no decision. Decisions: keep, recompute[:OP], offload:TIER[@OP], offload:TIER@MOMENTS, "
+        "encode:CODEC, encode:CODEC+offload:TIER[@OP]"
     )

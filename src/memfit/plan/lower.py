@@ -11,8 +11,7 @@ instruction:
    first op after its end, or before that if an op would not fit otherwise. Fetches are planned as sends in reversed
    time: each starts as late as it can and still be there for its first use, or for the op that it is to be back by, or
    later if it would not fit; compute waits for it where it is used. What compute loses to a transfer counts where that
-   begins. Storages that come with Moments travel at those instead; C has none of
-   that.
+   begins. Storages that come with Moments travel at those instead; C has none of that.
 """
 
 from __future__ import annotations

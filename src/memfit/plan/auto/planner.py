@@ -41,7 +41,7 @@ _NUM_SETS = 4_000
 _MOST_COLUMNS = 400
 """In larger programs each tensor matters less, and solving takes longer."""
 _WORTH_REORDERING, _FEW_OPS = 0.005, 400
-"""The same for storages fetched out of turn; in longer steps each tensor matters less."""
+"""From a plan of few ops that is further from the bound than that share of the step, fetches out of turn are tried."""
 _NUM_OFFERED = 8
 """So many of the newest best are judged, if the newest is not what the search took it for."""
 

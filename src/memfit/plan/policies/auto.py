@@ -142,14 +142,14 @@ def decide(step: Step, costs: Costs, budget_bytes: int | None) -> Decided:
     mix, form = _forms(step, costs).plan(budget_bytes, EFFORT)
     plan, bound = mix.plan, mix.bound
     note = f"{mix.num_evaluations:,} plans tried; the best is by {plan.found_by}"
+    if not mix.num_evaluations:
+        note = "everything fits; the plan of a smaller budget takes less time than keeping it"
     if mix.is_cut_short:
         note += "; the clock ended the search"
     if form is not step:
         note += f"; with ops that hold less ({', '.join(name for name in form.rewrites if '>' in name)})"
     elif plan.found_by == "keep" and plan.peak_bytes <= budget_bytes:
         note = "everything fits: nothing is done"
-    elif not mix.num_evaluations:
-        note = "everything fits; the plan of a smaller budget takes less time than keeping it"
     return Decided(
         plan.decisions,
         costs.picking(plan.picked) if plan.picked else costs,
