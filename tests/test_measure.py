@@ -16,9 +16,10 @@ from memfit.plan.budget import Budget
 from memfit.plan.ledger import Ledger
 from memfit.plan.options import Options
 from memfit.report import measure
+from memfit.report.arm import Arm
 from memfit.report.comparison import compare_network
 from memfit.report.measure import Times, measure_peak, measure_times
-from memfit.report.verify import both_arms
+from memfit.report.verify import both_arms, compare
 from memfit.resident import CannotMeasure
 
 MIB = 2**20
@@ -148,6 +149,37 @@ def test_medians_of_pairs() -> None:
     found = Times.of([(1.1, 1.0), (2.2, 2.0), (9.9, 9.0)])
     assert (found.step_s, found.eager_step_s) == (2.2, 2.0)
     assert found.time_ratio == pytest.approx(1.1)
+
+
+def test_where_times_are_taken_no_arm_steps_beside_the_gradients_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    eager, fitted = both_arms(model, (torch.randn(8, 32, requires_grad=True),))
+    step, places = Arm.step, []
+
+    def stepping(arm: Arm) -> None:
+        other = fitted if arm is eager else eager
+        places.append([p.grad.data_ptr() for p in other.model.parameters() if p.grad is not None])
+        step(arm)
+
+    monkeypatch.setattr(Arm, "step", stepping)
+    verdict = compare(eager, fitted, steps=4, is_timed=True)
+    assert verdict.exact, "from where they were put they are compared, and the update reads them"
+    second = places[1::2]
+    assert second[0] == second[2] != second[1] == second[3], "the first's gradients are where they were, two steps ago"
+    assert all(len(found) == 4 for found in second) and not any(places[::2])
+
+
+def test_gradients_that_change_their_shape_or_form_are_put_aside_too() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    arm, _ = both_arms(model, (torch.randn(2, 4),))
+    (weight,) = arm.model.parameters()
+    for grad in (torch.randn(4, 4), torch.randn(4, 4).t(), torch.randn(4, 4).to_sparse(), None):
+        weight.grad = grad
+        arm.put_gradients_aside()
+        if grad is None or grad.is_sparse:
+            assert weight.grad is grad
+        else:
+            assert weight.grad is not grad and weight.grad.stride() == grad.stride() and torch.equal(weight.grad, grad)
 
 
 def test_times_of_both_arms() -> None:

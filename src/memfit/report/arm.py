@@ -98,6 +98,7 @@ class Arm:
         self.loss_value: torch.Tensor | None = None
         self.forward_s = 0.0
         self.step_s = 0.0
+        self._aside: dict[int, torch.Tensor] = {}
 
     @property
     def fitted(self) -> Fitted | None:
@@ -115,6 +116,21 @@ class Arm:
         self.output = self.loss_value = None
         for tensor in (*self.model.parameters(), *self.inputs):
             tensor.grad = None
+
+    def put_gradients_aside(self) -> None:
+        """Move gradients in CPU memory to where they stay from step to step; all that reads them finds them there.
+
+        Where times are taken: gradients of the arm that goes first would keep malloc from giving their pages to the
+        other, which would fault in new ones. On vgg16_bn that is a fifth of a step.
+        """
+        for number, tensor in enumerate((*self.model.parameters(), *self.inputs)):
+            grad = tensor.grad
+            if grad is None or grad.device.type != "cpu" or grad.layout is not torch.strided:
+                continue
+            place = self._aside.get(number)
+            if place is None or (place.shape, place.stride(), place.dtype) != (grad.shape, grad.stride(), grad.dtype):
+                place = self._aside[number] = torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype)
+            tensor.grad = place.copy_(grad)
 
     def step(self) -> None:
         """Forward, loss and backward with this arm's own random state; notes how long they took."""

@@ -150,7 +150,7 @@ class _Log:
                 self.waited_s.append(now[2] - last[2])
             last = now
 
-        verdict = compare(eager, fitted, steps=_NUM_UNTIMED + _NUM_PAIRS, after_step=after_step)
+        verdict = compare(eager, fitted, steps=_NUM_UNTIMED + _NUM_PAIRS, after_step=after_step, is_timed=True)
         self.exact = self.exact and verdict.exact
         self.is_direct = tier.is_direct
 

@@ -123,7 +123,7 @@ def measure_times(
         if not watched.is_settled:  # it may be planned again yet
             settled_after = len(pairs)
 
-    verdict = compare(eager, fitted, steps=total, after_step=after_step)
+    verdict = compare(eager, fitted, steps=total, after_step=after_step, is_timed=True)
     capture_s = max(forwards_s[0] - forwards_s[1], 0.0) if len(forwards_s) > 1 else forwards_s[0]
     # Arms that differ stop early: then the time of a warm-up step is better than none.
     return Times.of(pairs[max(warm_up, settled_after) :] or pairs[-1:]), verdict, capture_s

@@ -15,7 +15,7 @@ from memfit import zoo
 from memfit.report.arm import Arm
 from memfit.report.bits import Difference, difference
 from memfit.report.gradient_error import GRADIENTS, GradientError, worse
-from memfit.report.peers_setting import Setting
+from memfit.report.peers_setting import AUTO, Setting
 from memfit.report.step_module import TrainingStep
 from memfit.run.feedback import NUM_WATCHED
 from memfit.run.fitted import Fitted
@@ -26,8 +26,11 @@ NUM_COMPARED = 3
 _NUM_WARM_UP = 2
 _MAX_WARM_UP = 3 * NUM_WATCHED
 _LEARNING_RATE = 0.01
-_LEAST_TIMED, _ENOUGH_S = 5, 30.0
-"""Steps that take long are timed so many times, if more than that time has passed: their noise is a smaller part."""
+_LEAST_TIMED, _ENOUGH_S, _AUTO_ENOUGH_S = 6, 30.0, 90.0
+"""Steps that take long are timed so many times, if more than that time has passed: their noise is a smaller part.
+More of auto's, since its ratio is held against a limit and against all the others'."""
+_IN_TURN = 2
+"""Each arm goes first as often as the other."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,9 @@ def try_out(setting: Setting, network: str, *, batch: int | None, image: int | N
     while not is_warm(tried.fitted, log.num_steps):
         log.step(eager, tried, after_step)
     num_warm_up = log.num_steps
-    start_s = time.perf_counter()
+    start_s, enough_s = time.perf_counter(), _AUTO_ENOUGH_S if setting.peer == AUTO else _ENOUGH_S
     for timed in range(max(steps, NUM_COMPARED - num_warm_up)):
-        if timed >= _LEAST_TIMED and time.perf_counter() - start_s > _ENOUGH_S:
+        if timed >= _LEAST_TIMED and timed % _IN_TURN == 0 and time.perf_counter() - start_s > enough_s:
             break
         log.step(eager, tried, after_step)
     own_error, own_loss = None, None
@@ -136,6 +139,7 @@ class _Log:
         self.num_steps += 1
         for arm in (tried, eager) if self.num_steps % 2 else (eager, tried):
             arm.step()
+            arm.put_gradients_aside()
         self._pairs.append((tried.step_s, eager.step_s))
         after_step(self.num_steps)
         found = self._compare(eager, tried)

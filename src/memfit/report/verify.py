@@ -132,9 +132,18 @@ def both_arms(
 
 
 def compare(
-    eager: Arm, fitted: Arm, *, steps: int, lr: float = 0.01, after_step: Callable[[int], None] = lambda step: None
+    eager: Arm,
+    fitted: Arm,
+    *,
+    steps: int,
+    lr: float = 0.01,
+    after_step: Callable[[int], None] = lambda step: None,
+    is_timed: bool = False,
 ) -> Verdict:
-    """Step both arms in turn, `steps` times or until they differ; `after_step` is told each step once both took it."""
+    """Step both arms in turn, `steps` times or until they differ; `after_step` is told each step once both took it.
+
+    Where times are taken (`is_timed`), no arm steps beside the gradients of the other: see Arm.put_gradients_aside.
+    """
     if steps < 1:
         raise BadOption(f"steps={steps}: must be at least 1")
     num_compared = 0
@@ -148,6 +157,8 @@ def compare(
         # turn, so that neither always finds the caches as the other left them.
         for arm in (fitted, eager) if step % 2 else (eager, fitted):
             arm.step()
+            if is_timed:
+                arm.put_gradients_aside()
         after_step(step)
         if is_lossy:
             was_lossy |= fitted.loses

@@ -38,7 +38,7 @@ SIZES = MappingProxyType(
 )
 _SHARES = (0.5,)
 _MORE_SHARES = MappingProxyType({"resnet50": (0.4,)})
-_STEPS = 9
+_STEPS = 10
 _TIMEOUT_S = 900.0
 _MEMORY_BUDGETS = ", ".join(f"{share:g}" for share in MEMORY_BUDGETS)
 
