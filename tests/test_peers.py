@@ -176,6 +176,10 @@ def test_steps_that_take_long_are_timed_less_often(networks: None, monkeypatch: 
     monkeypatch.setattr(peers_trial, "_ENOUGH_S", 0.0)
     found = try_out(Setting("eager"), "peer_networks:plain", batch=None, image=None, steps=11, seed=0)
     assert found.num_timed == peers_trial._LEAST_TIMED < 11
+    auto = try_out(
+        Setting("auto", budget_bytes=1 << 30), "peer_networks:plain", batch=None, image=None, steps=9, seed=0
+    )
+    assert auto.num_timed == 8, "auto's more often: all, but of an odd number the first, so that both go first as often"
 
 
 def test_checkpoint_updates_running_statistics_twice(networks: None) -> None:

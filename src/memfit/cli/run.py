@@ -13,7 +13,7 @@ _MAX_LOSSY = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_network(parser)
-    add_fitting(parser, steps=5)
+    add_fitting(parser, steps=6)
     parser.add_argument(
         "--predict", action="store_true", help="also measure every op alone, and show what the simulator predicts"
     )

@@ -129,7 +129,7 @@ class Arm:
                 continue
             place = self._aside.get(number)
             if place is None or (place.shape, place.stride(), place.dtype) != (grad.shape, grad.stride(), grad.dtype):
-                place = self._aside[number] = torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype)
+                place = self._aside[number] = torch.empty_like(grad)
             tensor.grad = place.copy_(grad)
 
     def step(self) -> None:

@@ -15,6 +15,7 @@ from memfit import zoo
 from memfit.report.arm import Arm
 from memfit.report.bits import Difference, difference
 from memfit.report.gradient_error import GRADIENTS, GradientError, worse
+from memfit.report.measure import Times, in_turn
 from memfit.report.peers_setting import AUTO, Setting
 from memfit.report.step_module import TrainingStep
 from memfit.run.feedback import NUM_WATCHED
@@ -29,8 +30,6 @@ _LEARNING_RATE = 0.01
 _LEAST_TIMED, _ENOUGH_S, _AUTO_ENOUGH_S = 6, 30.0, 90.0
 """Steps that take long are timed so many times, if more than that time has passed: their noise is a smaller part.
 More of auto's, since its ratio is held against a limit and against all the others'."""
-_IN_TURN = 2
-"""Each arm goes first as often as the other."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def try_out(setting: Setting, network: str, *, batch: int | None, image: int | N
     num_warm_up = log.num_steps
     start_s, enough_s = time.perf_counter(), _AUTO_ENOUGH_S if setting.peer == AUTO else _ENOUGH_S
     for timed in range(max(steps, NUM_COMPARED - num_warm_up)):
-        if timed >= _LEAST_TIMED and timed % _IN_TURN == 0 and time.perf_counter() - start_s > enough_s:
+        if timed >= _LEAST_TIMED and time.perf_counter() - start_s > enough_s:
             break
         log.step(eager, tried, after_step)
     own_error, own_loss = None, None
@@ -162,18 +161,19 @@ class _Log:
         return bool(found)
 
     def trial(self, num_warm_up: int, own_error: GradientError | None, own_loss: bool | None) -> Trial:
-        timed = self._pairs[num_warm_up:]
+        timed = in_turn(self._pairs[num_warm_up:])
+        times = Times.of(timed)
         ratios = [tried / eager for tried, eager in timed]
         low, high = ratios[0], ratios[0]
         if len(ratios) > 1:
             low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
         first = min(self._different.values(), key=lambda one: one.step, default=None)
         return Trial(
-            time_ratio=statistics.median(ratios),
+            time_ratio=times.time_ratio,
             time_ratio_low=low,
             time_ratio_high=high,
-            step_s=statistics.median(tried for tried, _ in timed),
-            eager_step_s=statistics.median(eager for _, eager in timed),
+            step_s=times.step_s,
+            eager_step_s=times.eager_step_s,
             num_timed=len(timed),
             num_steps=self.num_steps,
             different=tuple(self._different),
