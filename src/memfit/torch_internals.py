@@ -7,9 +7,12 @@ the autograd engine's position. Written against torch 2.13.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +60,7 @@ __all__ = [
     "set_activation_memory_budget",
     "storage_key",
     "target_of",
+    "thread_team",
     "will_run_in_this_backward",
     "without_mode",
     "written_arguments",
@@ -273,6 +277,25 @@ def normalised(target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any]
     named.update(zip(argument_names(target), args, strict=False))
     named.update(kwargs)
     return named
+
+
+@cache
+def thread_team() -> int | None:
+    """The address of the function that gives work to the threads torch computes on, or None where there is no such.
+
+    It is the entry into OpenMP that compiled code uses, GCC's as well as Intel's and LLVM's runtime have it.
+    """
+    folder = Path(torch.__file__).parent
+    loaded_only = getattr(os, "RTLD_NOLOAD", None)  # a second runtime would have threads of its own
+    if loaded_only is None:
+        return None
+    for path in [*folder.glob("lib/lib*omp*"), *folder.parent.glob("torch.libs/lib*omp*")]:
+        try:
+            found = ctypes.CDLL(str(path), mode=loaded_only | os.RTLD_NOW).GOMP_parallel
+        except (OSError, AttributeError):  # another runtime than the one in use
+            continue
+        return ctypes.cast(found, ctypes.c_void_p).value
+    return None
 
 
 def set_activation_memory_budget(share: float) -> None:

@@ -1,8 +1,9 @@
 """Compile the C beside this file once per machine, keep the libraries in memfit's cache, load them.
 
-There are two: the plan evaluator beside this file, and the codecs' kernels in the folder `codecs`. One is kept as
-`native-<sources>-<compiler>-<content>.so`, the other as `codecs-...`, each part a hash. The last is that of the file
-itself: a library cut short would not fail to load, it would kill the process at the first missing page.
+There are two: the plan evaluator beside this file, and the codecs' kernels in the folder `codecs`, which share work out
+over threads by what is in `team`. One is kept as `native-<sources>-<compiler>-<content>.so`, the other as `codecs-...`,
+each part a hash. The last is that of the file itself: a library cut short would not fail to load, it would kill the
+process at the first missing page.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.cache import cache_folder
+from memfit.torch_internals import thread_team
 
 log = logging.getLogger("memfit")
 
@@ -39,13 +41,15 @@ class Part:
     folder: Path
     flags: tuple[str, ...]
     otherwise: str
+    on_threads: bool = False
 
 
 EVALUATOR = Part("native", _HERE, FLAGS, "plans are evaluated in Python, not in C")
+_TEAM = _HERE / "team"
 # A product and a sum that became one operation would round otherwise than torch does. Loops with a choice between two
 # floats become vectors only if computing the one that is not chosen cannot trap.
 _CODEC_FLAGS = (*FLAGS, "-ffp-contract=off", "-fno-trapping-math", "-pthread")
-CODECS = Part("codecs", _HERE / "codecs", _CODEC_FLAGS, "codecs run in torch, not in C")
+CODECS = Part("codecs", _HERE / "codecs", _CODEC_FLAGS, "codecs run in torch, not in C", on_threads=True)
 
 
 def native_library(part: Part = EVALUATOR) -> ctypes.CDLL | None:
@@ -53,7 +57,10 @@ def native_library(part: Part = EVALUATOR) -> ctypes.CDLL | None:
     if os.environ.get("MEMFIT_NATIVE") == "0":
         _explain("MEMFIT_NATIVE=0 is set", part.otherwise)
         return None
-    return _library(cache_folder(), os.environ.get("CC"), part)
+    library = _library(cache_folder(), os.environ.get("CC"), part)
+    if library is not None and part.on_threads:
+        library.memfit_use_team(ctypes.c_void_p(thread_team()))
+    return library
 
 
 @functools.cache
@@ -89,7 +96,8 @@ def _explain(why: str, otherwise: str) -> None:
 
 
 def _sources(part: Part = EVALUATOR) -> list[Path]:
-    return sorted(part.folder.glob("*.[ch]"))
+    folders = [part.folder, _TEAM] if part.on_threads else [part.folder]
+    return sorted(path for folder in folders for path in folder.glob("*.[ch]"))
 
 
 def _hash_of_sources(sources: list[Path], flags: tuple[str, ...] = FLAGS) -> str:
@@ -139,7 +147,7 @@ def _compile(command: list[str], sources: list[Path], folder: Path, name: str) -
         built = Path(aside) / f"{name}.so"
         files = [str(path) for path in sources if path.suffix == ".c"]
         subprocess.run(
-            [*command, *files, "-o", str(built)], check=True, capture_output=True, text=True, timeout=_TIMEOUT_S
+            [*command, *files, "-o", str(built), "-lm"], check=True, capture_output=True, text=True, timeout=_TIMEOUT_S
         )
         content = built.read_bytes()
         path = folder / f"{name}-{_digest(content)}.so"

@@ -1,10 +1,8 @@
 /* The door: choose the machine's table, cut the call into shares, run them on threads. */
-#define _GNU_SOURCE
-#include <pthread.h>
-
 #include "codecs.h"
+#include "../team/team.h"
 
-enum { MAX_THREADS = 64, LEAST_SHARE = 1 << 16 /* elements: below that a thread costs more than it does */ };
+enum { LEAST_SHARE = 1 << 16 /* elements: below that a thread costs more than it does */ };
 
 struct share {
     kernel *run;
@@ -22,26 +20,15 @@ int memfit_codecs_have_avx2(void) {
 #endif
 }
 
-static void *run_share(void *given) {
-    struct share *share = given;
-    share->result = share->run(share->job, share->begin, share->end, share->start, share->stop);
-    return NULL;
+static void run_some(void *given, int64_t begin, int64_t end) {
+    struct share *shares = given;
+    for (int64_t i = begin; i < end; i++)
+        shares[i].result = shares[i].run(shares[i].job, shares[i].begin, shares[i].end, shares[i].start, shares[i].stop);
 }
 
-/* Run every share, the last on this thread; one that gets no thread runs here too. */
 static int64_t run_shares(struct share *shares, int num_shares) {
-    pthread_t threads[MAX_THREADS];
-    int is_running[MAX_THREADS];
+    memfit_share_out(run_some, shares, num_shares, 1, num_shares);
     int64_t total = 0;
-    for (int i = 0; i < num_shares - 1; i++)
-        is_running[i] = pthread_create(&threads[i], NULL, run_share, &shares[i]) == 0;
-    run_share(&shares[num_shares - 1]);
-    for (int i = 0; i < num_shares - 1; i++) {
-        if (is_running[i])
-            pthread_join(threads[i], NULL);
-        else
-            run_share(&shares[i]);
-    }
     for (int i = 0; i < num_shares; i++)
         total += shares[i].result;
     return total;
