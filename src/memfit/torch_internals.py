@@ -234,7 +234,8 @@ def target_of(func: OpOverload) -> str:
 @cache
 def resolve(target: str) -> OpOverload:
     """The operator of that printable name."""
-    import memfit.operators  # noqa: F401  registers ours
+    import memfit.operators
+    import memfit.stand_ins  # noqa: F401  both register ours
 
     namespace, name, overload = target.rsplit(".", 2) if target.count(".") == 2 else target.split(".", 2)
     found = getattr(getattr(getattr(torch.ops, namespace), name), overload)

@@ -46,6 +46,7 @@ def rerun_form(op: Op) -> Op:
             args=kept,
             kwargs=tuple((name, arg) for name, arg in op.kwargs if name not in _STATISTICS),
             writes=(),
+            stand_in="",
         )
     return replace(op, args=args, kwargs=kwargs, writes=())
 
@@ -62,4 +63,5 @@ def _from_statistics(op: Op, named: dict[str, Any]) -> Op:
         outputs=(out,),
         returns_many=False,
         writes=(),
+        stand_in="",
     )

@@ -134,6 +134,7 @@ class Op:
     writes: tuple[int, ...] = ()
     random: bool = False
     again: str = ""  # another op to make its result again with, see rerun_form.py
+    stand_in: str = ""  # an op of ours that does the same in less time, see rewrites/stand_ins.py
     # Asked for a hundred times in a plan, and args may be nested.
     _reads: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -152,6 +153,11 @@ class Op:
     @property
     def made(self) -> tuple[int, ...]:
         return tuple(out for out in self.outputs if out is not None)
+
+    @property
+    def called(self) -> str:
+        """The operator that is called where the op runs."""
+        return self.stand_in or self.target
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from memfit.capture.step import Ghost, Gradient, Half, Op, Opaque, Origin, Ref, Source, Step, Value
 from memfit.errors import MemfitError
 
-_FORMAT = 1  # raised when the same text would mean another step
+_FORMAT = 2  # raised when the same text would mean another step
 
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _LAYOUTS = {str(x): x for x in vars(torch).values() if isinstance(x, torch.layout)}
@@ -66,6 +66,7 @@ def step_to_lists(step: Step) -> dict[str, Any]:
                 list(op.writes),
                 op.random,
                 text(op.again),
+                text(op.stand_in),
             ]
             for op in step.ops
         ],
@@ -106,8 +107,11 @@ def _read_step(data: dict[str, Any]) -> Step:
                 writes=tuple(writes),
                 random=bool(random),
                 again=texts[again],
+                stand_in=texts[stand_in],
             )
-            for target, args, kwargs, outputs, many, is_forward, path, source, writes, random, again in data["ops"]
+            for (
+                *(target, args, kwargs, outputs, many, is_forward, path, source, writes, random, again, stand_in),
+            ) in data["ops"]
         ),
         values=tuple(
             Value(index, str(name), storage, tuple(shape), tuple(stride), offset, _DTYPES[texts[dtype]], texts[device])

@@ -87,7 +87,7 @@ class Call:
         read = {step.values[value].storage for value in op.reads()}
         made = {step.values[value].storage for value in op.made}
         return cls(
-            target=op.target,
+            target=op.called,
             args=args,
             kwargs=kwargs,
             written=frozenset(placed.number[storage] for storage in op.writes if storage in placed.number),

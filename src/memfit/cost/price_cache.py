@@ -21,6 +21,7 @@ import torch
 
 from memfit.cache import cache_folder
 from memfit.cost.costs import OpCost
+from memfit.json_folder import sources_digest
 
 log = logging.getLogger("memfit")
 
@@ -131,6 +132,7 @@ def machine() -> list[Any]:
         torch.get_num_threads(),
         torch.backends.mkldnn.enabled,
         torch.are_deterministic_algorithms_enabled(),
+        sources_digest("operators.py", "stand_ins.py", "codecs", "native/codecs", "native/kernels", "native/team"),
     ]
 
 

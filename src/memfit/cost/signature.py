@@ -50,7 +50,7 @@ def signature(step: Step, op: Op) -> str:
 
     parts = [text(arg) for arg in op.args]
     parts += [f"{key}={text(arg)}" for key, arg in op.kwargs]
-    return f"{op.target}({'; '.join(parts)})"
+    return f"{op.called}({'; '.join(parts)})"
 
 
 def signatures(step: Step) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
 """Compile the C beside this file once per machine, keep the libraries in memfit's cache, load them.
 
-There are two: the plan evaluator beside this file, and the codecs' kernels in the folder `codecs`, which share work out
-over threads by what is in `team`. One is kept as `native-<sources>-<compiler>-<content>.so`, the other as `codecs-...`,
-each part a hash. The last is that of the file itself: a library cut short would not fail to load, it would kill the
-process at the first missing page.
+There are three: the plan evaluator beside this file, the codecs' kernels in the folder `codecs`, and in `kernels` those
+that stand in for torch's own; both of the latter share work out over threads by what is in `team`. The first is kept as
+`native-<sources>-<compiler>-<content>.so`, the others as `codecs-...` and `kernels-...`, each part a hash. The last is
+that of the file itself: a library cut short would not fail to load, it would kill the process at the first missing
+page.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ EVALUATOR = Part("native", _HERE, FLAGS, "plans are evaluated in Python, not in 
 _TEAM = _HERE / "team"
 # A product and a sum that became one operation would round otherwise than torch does. Loops with a choice between two
 # floats become vectors only if computing the one that is not chosen cannot trap.
-_CODEC_FLAGS = (*FLAGS, "-ffp-contract=off", "-fno-trapping-math", "-pthread")
-CODECS = Part("codecs", _HERE / "codecs", _CODEC_FLAGS, "codecs run in torch, not in C", on_threads=True)
+_FLOAT_FLAGS = (*FLAGS, "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-pthread")
+CODECS = Part("codecs", _HERE / "codecs", _FLOAT_FLAGS, "codecs run in torch, not in C", on_threads=True)
+KERNELS = Part("kernels", _HERE / "kernels", _FLOAT_FLAGS, "torch's own kernels are used throughout", on_threads=True)
 
 
 def native_library(part: Part = EVALUATOR) -> ctypes.CDLL | None:
@@ -59,7 +61,8 @@ def native_library(part: Part = EVALUATOR) -> ctypes.CDLL | None:
         return None
     library = _library(cache_folder(), os.environ.get("CC"), part)
     if library is not None and part.on_threads:
-        library.memfit_use_team(ctypes.c_void_p(thread_team()))
+        library.memfit_use_team.argtypes = [ctypes.c_void_p]
+        library.memfit_use_team(thread_team())
     return library
 
 

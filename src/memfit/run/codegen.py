@@ -309,8 +309,8 @@ class _Writer:
             self._fetch(value)
         arguments = [self._text(arg) for arg in op.args]
         arguments += [f"{key}={self._text(arg)}" for key, arg in op.kwargs]
-        prefix = "" if op.target.startswith(("aten.", "memfit.")) else "ops."
-        call = f"{prefix}{op.target}({', '.join(arguments)})"
+        prefix = "" if op.called.startswith(("aten.", "memfit.")) else "ops."
+        call = f"{prefix}{op.called}({', '.join(arguments)})"
         names: list[str] = []
         made: dict[int, str] = {}
         for position, out in enumerate(op.outputs):

@@ -16,6 +16,7 @@ from memfit.capture.rewrites.inplace import reuse_operands, softmax_in_place
 from memfit.capture.rewrites.pool import swap_relu_and_pool
 from memfit.capture.rewrites.proof import PROOFS, Proofs
 from memfit.capture.rewrites.shapes import drop_statistics, ghost_shapes, strip_detach
+from memfit.capture.rewrites.stand_ins import let_kernels_stand_in
 from memfit.capture.step import Step
 from memfit.collector import collector_paused
 from memfit.errors import BadOption
@@ -29,6 +30,7 @@ _REWRITES: dict[str, Callable[[Step, Proofs], Step]] = {
     "log-softmax": softmax_in_place,
     "reinplace": reuse_operands,
     "batch-norm": rebuild_batch_norms,
+    "stand-ins": let_kernels_stand_in,
 }
 NAMES = tuple(_REWRITES)
 

@@ -63,7 +63,7 @@ class Proofs:
             torch.backends.mkldnn.enabled,
             torch.are_deterministic_algorithms_enabled(),
             torch.get_float32_matmul_precision(),
-            sources_digest("operators.py"),
+            sources_digest("operators.py", "stand_ins.py", "native/kernels"),
         )
         return hashlib.sha256(repr((rewrite, signature, machine)).encode()).hexdigest()[:24]
 

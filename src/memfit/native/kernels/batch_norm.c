@@ -1,0 +1,160 @@
+/* Training-mode batch norm of contiguous float32 maps.
+ *
+ * torch adds up a channel's elements one after the other in double precision, so that each addition waits for the one
+ * before: that takes longer than all else. Here eight channels are added up side by side, each in that same order, and
+ * what they are in stays in the cache until they are normalised. */
+#include <math.h>
+
+#include "kernels.h"
+
+enum { WIDTH = 8 /* channels side by side */ };
+
+struct batch_norm {
+    const float *in, *weight, *bias; /* weight and bias may be missing */
+    float *running_mean, *running_var; /* may be missing */
+    float *out, *save_mean, *save_invstd;
+    double momentum, eps;
+    int64_t num_samples, num_channels, image_size;
+};
+
+/* The sums over a few channels, or if there are means, those of squared distances from them. */
+static void plain_sums(const struct batch_norm *of, int64_t channel, int64_t num_channels, const float *means,
+                       double *sums) {
+    for (int64_t c = 0; c < num_channels; c++)
+        sums[c] = 0;
+    for (int64_t n = 0; n < of->num_samples; n++) {
+        const float *in = of->in + (n * of->num_channels + channel) * of->image_size;
+        for (int64_t i = 0; i < of->image_size; i++)
+            for (int64_t c = 0; c < num_channels; c++) {
+                float x = in[c * of->image_size + i];
+                sums[c] += means ? (x - means[c]) * (x - means[c]) : x;
+            }
+    }
+}
+
+#ifdef MEMFIT_FOR_AVX2
+/* Rows become columns. */
+WITH_AVX2 static inline void transpose(__m256 rows[WIDTH]) {
+    __m256 pairs[WIDTH], fours[WIDTH];
+    for (int k = 0; k < WIDTH; k += 2) {
+        pairs[k] = _mm256_unpacklo_ps(rows[k], rows[k + 1]);
+        pairs[k + 1] = _mm256_unpackhi_ps(rows[k], rows[k + 1]);
+    }
+    for (int k = 0; k < WIDTH; k += 4) {
+        fours[k] = _mm256_shuffle_ps(pairs[k], pairs[k + 2], 0x44);
+        fours[k + 1] = _mm256_shuffle_ps(pairs[k], pairs[k + 2], 0xee);
+        fours[k + 2] = _mm256_shuffle_ps(pairs[k + 1], pairs[k + 3], 0x44);
+        fours[k + 3] = _mm256_shuffle_ps(pairs[k + 1], pairs[k + 3], 0xee);
+    }
+    for (int k = 0; k < 4; k++) {
+        rows[k] = _mm256_permute2f128_ps(fours[k], fours[k + 4], 0x20);
+        rows[k + 4] = _mm256_permute2f128_ps(fours[k], fours[k + 4], 0x31);
+    }
+}
+
+WITH_AVX2 static inline void add_eight(__m256 x, const float *means, __m256d *low, __m256d *high) {
+    if (means) {
+        x = _mm256_sub_ps(x, _mm256_loadu_ps(means));
+        x = _mm256_mul_ps(x, x);
+    }
+    *low = _mm256_add_pd(*low, _mm256_cvtps_pd(_mm256_castps256_ps128(x)));
+    *high = _mm256_add_pd(*high, _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
+}
+
+WITH_AVX2 static inline void avx2_sums(const struct batch_norm *of, int64_t channel, const float *means, double *sums) {
+    __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
+    int64_t size = of->image_size;
+    for (int64_t n = 0; n < of->num_samples; n++) {
+        const float *in = of->in + (n * of->num_channels + channel) * size;
+        int64_t i = 0;
+        for (; i + WIDTH <= size; i += WIDTH) {
+            __m256 rows[WIDTH];
+            for (int c = 0; c < WIDTH; c++)
+                rows[c] = _mm256_loadu_ps(in + c * size + i);
+            transpose(rows);
+            for (int k = 0; k < WIDTH; k++)
+                add_eight(rows[k], means, &low, &high);
+        }
+        for (; i < size; i++)
+            add_eight(_mm256_setr_ps(in[i], in[size + i], in[2 * size + i], in[3 * size + i], in[4 * size + i],
+                                     in[5 * size + i], in[6 * size + i], in[7 * size + i]),
+                      means, &low, &high);
+    }
+    _mm256_storeu_pd(sums, low);
+    _mm256_storeu_pd(sums + 4, high);
+}
+
+WITH_AVX2 static void avx2_scale(const float *in, float *out, int64_t size, float alpha, float beta) {
+    int64_t i = 0;
+    for (; i + 8 <= size; i += 8)
+        _mm256_storeu_ps(out + i, _mm256_fmadd_ps(_mm256_loadu_ps(in + i), _mm256_set1_ps(alpha), _mm256_set1_ps(beta)));
+    for (; i < size; i++)
+        out[i] = __builtin_fmaf(in[i], alpha, beta);
+}
+#endif
+
+static void plain_scale(const float *in, float *out, int64_t size, float alpha, float beta) {
+    for (int64_t i = 0; i < size; i++)
+        out[i] = fmaf(in[i], alpha, beta);
+}
+
+/* What torch does with the sums of one channel; gives the two numbers that its elements are multiplied by and get. */
+static void finish_channel(const struct batch_norm *of, int64_t c, float mean, double squares, float *alpha,
+                           float *beta) {
+    int64_t count = of->num_samples * of->image_size;
+    float var_sum = (float)squares;
+    double var = var_sum / (float)count;
+    float invstd = var != 0 || of->eps != 0 ? (float)(1 / sqrt(var + of->eps)) : 0;
+    of->save_mean[c] = mean;
+    of->save_invstd[c] = invstd;
+    float momentum = (float)of->momentum;
+    if (of->running_mean)
+        of->running_mean[c] = momentum * mean + (1 - momentum) * of->running_mean[c];
+    if (of->running_var) {
+        double unbiased = var_sum / (float)(count - 1);
+        of->running_var[c] = (float)(momentum * unbiased + (1 - momentum) * of->running_var[c]);
+    }
+    *alpha = of->weight ? invstd * of->weight[c] : invstd;
+    *beta = fmaf(-mean, *alpha, of->bias ? of->bias[c] : 0);
+}
+
+/* A few channels, from first to last: what is read twice is still in the cache. */
+static void normalise(void *given, int64_t begin, int64_t end) {
+    const struct batch_norm *of = given;
+    int64_t size = of->image_size, count = of->num_samples * size;
+    int has_avx2 = memfit_has_avx2();
+    for (int64_t channel = begin; channel < end; channel += WIDTH) {
+        int64_t width = least(WIDTH, end - channel);
+        double sums[WIDTH];
+        float means[WIDTH], alphas[WIDTH], betas[WIDTH];
+        for (int is_var = 0; is_var < 2; is_var++) {
+            const float *known = is_var ? means : NULL;
+#ifdef MEMFIT_FOR_AVX2
+            if (has_avx2 && width == WIDTH)
+                avx2_sums(of, channel, known, sums);
+            else
+#endif
+                plain_sums(of, channel, width, known, sums);
+            for (int64_t c = 0; c < width; c++) {
+                if (is_var)
+                    finish_channel(of, channel + c, means[c], sums[c], &alphas[c], &betas[c]);
+                else
+                    means[c] = (float)(sums[c] / (double)count);
+            }
+        }
+        for (int64_t n = 0; n < of->num_samples; n++)
+            for (int64_t c = 0; c < width; c++) {
+                int64_t at = (n * of->num_channels + channel + c) * size;
+#ifdef MEMFIT_FOR_AVX2
+                if (has_avx2)
+                    avx2_scale(of->in + at, of->out + at, size, alphas[c], betas[c]);
+                else
+#endif
+                    plain_scale(of->in + at, of->out + at, size, alphas[c], betas[c]);
+            }
+    }
+}
+
+void memfit_batch_norm(const struct batch_norm *of, int num_threads) {
+    memfit_share_out(normalise, (void *)of, of->num_channels, WIDTH, num_threads);
+}

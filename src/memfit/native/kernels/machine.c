@@ -1,0 +1,16 @@
+/* What the machine can do. */
+#include "kernels.h"
+
+static int is_avx2_allowed = 1;
+
+/* For tests: the kernels for any machine must give the same bits. */
+void memfit_allow_avx2(int is_allowed) { is_avx2_allowed = is_allowed; }
+
+int memfit_has_avx2(void) {
+#ifdef MEMFIT_FOR_AVX2
+    __builtin_cpu_init();
+    return is_avx2_allowed && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+    return 0;
+#endif
+}

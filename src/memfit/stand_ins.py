@@ -1,0 +1,201 @@
+"""Operators that stand in for some of torch's own on a CPU: the same bits in less time, by the kernels in C.
+
+They are registered with torch under the names of those they stand in for, take the same arguments, and call these where
+they have no kernel for what they are given: another dtype or layout, no compiler on this machine. Whether the bits are
+the same is asked of the machine (capture/rewrites/stand_ins.py); each file in native/kernels says what torch's kernel
+does, and why it takes longer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import threading
+
+import torch
+
+from memfit.native.library import KERNELS, native_library
+
+STAND_INS = {
+    "aten.native_batch_norm.default": "memfit_ops.native_batch_norm.default",
+    "aten.bernoulli_.float": "memfit_ops.bernoulli_.default",
+    "aten.max_pool2d_with_indices.default": "memfit_ops.max_pool2d_with_indices.default",
+}
+"""What stands in for which of torch's, by name."""
+
+_LIBRARY = torch.library.Library("memfit_ops", "FRAGMENT")  # its operators live as long as it does
+_SCHEMAS = (
+    # It writes the running statistics, and as torch's does not say so, nor does ours: versions would be counted.
+    (
+        "native_batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, "
+        "bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)"
+    ),
+    "bernoulli_(Tensor(a!) self, float p=0.5, *, Generator? generator=None) -> Tensor(a!)",
+    (
+        "max_pool2d_with_indices(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, "
+        "int[2] dilation=1, bool ceil_mode=False) -> (Tensor, Tensor)"
+    ),
+)
+for _schema in _SCHEMAS:
+    _LIBRARY.define(_schema)
+
+LEAST_ELEMENTS = 1 << 12
+"""Of what is drawn or pooled; for fewer torch's own is as fast."""
+
+_LEAST_SHARED = 1 << 15  # fewer elements are done by one thread
+_STATE_BYTES = 5056  # of torch's generator for CPUs, as get_state() gives it
+_DRAWING = threading.Lock()  # between taking a generator's state and putting it back, nobody else of us may do so
+
+
+class _BatchNorm(ctypes.Structure):
+    """`struct batch_norm` of native/kernels/batch_norm.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input", "weight", "bias", "running_mean", "running_var")),
+        *((name, ctypes.c_void_p) for name in ("out", "save_mean", "save_invstd")),
+        *((name, ctypes.c_double) for name in ("momentum", "eps")),
+        *((name, ctypes.c_int64) for name in ("num_samples", "num_channels", "image_size")),
+    )
+
+
+class _MaxPool(ctypes.Structure):
+    """`struct max_pool` of native/kernels/max_pool.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input", "out", "indices")),
+        *((name, ctypes.c_int64) for name in ("num_planes", "in_height", "in_width", "out_height", "out_width")),
+        *((f"{what}_{axis}", ctypes.c_int64) for what in ("kernel", "stride") for axis in ("height", "width")),
+        *((f"{what}_{axis}", ctypes.c_int64) for what in ("pad", "dilation") for axis in ("height", "width")),
+    )
+
+
+@functools.cache
+def _compiled() -> ctypes.CDLL | None:
+    library = native_library(KERNELS)
+    if library is not None:
+        library.memfit_batch_norm.argtypes = [ctypes.POINTER(_BatchNorm), ctypes.c_int]
+        library.memfit_max_pool.argtypes = [ctypes.POINTER(_MaxPool), ctypes.c_int]
+        library.memfit_bernoulli.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64]
+        for function in (library.memfit_batch_norm, library.memfit_max_pool, library.memfit_bernoulli):
+            function.restype = None
+    return library
+
+
+def kernels() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where there are none; MEMFIT_NATIVE=0 forbids them."""
+    return None if os.environ.get("MEMFIT_NATIVE") == "0" else _compiled()
+
+
+def native_batch_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Batch norm by the statistics of the batch."""
+    library = kernels()
+    vectors = (weight, bias, running_mean, running_var)
+    # Maps of one element each are as good as channels last to torch, and added up in another order.
+    is_served = library is not None and training and _is_plain(input) and input.shape[2:].numel() > 1 and input.numel()
+    is_served = is_served and (running_mean is None) == (running_var is None)
+    if not is_served or not all(vector is None or _is_plain(vector) for vector in vectors):
+        made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm.default(
+            input, weight, bias, running_mean, running_var, training, momentum, eps
+        )
+        return made
+    assert library is not None
+    num_samples, num_channels = input.shape[:2]
+    out, mean, invstd = torch.empty_like(input), input.new_empty(num_channels), input.new_empty(num_channels)
+    library.memfit_batch_norm(
+        _BatchNorm(
+            input.data_ptr(),
+            *(None if vector is None else vector.data_ptr() for vector in vectors),
+            out.data_ptr(),
+            mean.data_ptr(),
+            invstd.data_ptr(),
+            momentum,
+            eps,
+            num_samples,
+            num_channels,
+            input.numel() // (num_samples * num_channels),
+        ),
+        _num_threads(input),
+    )
+    return out, mean, invstd
+
+
+def bernoulli_(self: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Ones with that probability, else zeros; the generator is left where torch's own would leave it."""
+    library = kernels()
+    source = torch.default_generator if generator is None else generator
+    is_served = library is not None and source.device.type == "cpu" and _is_plain(self) and 0 <= p <= 1
+    if not is_served or self.numel() < LEAST_ELEMENTS:
+        torch.ops.aten.bernoulli_.float(self, p, generator=generator)
+        return self
+    assert library is not None
+    with _DRAWING:
+        state = source.get_state()
+        assert state.numel() == _STATE_BYTES, "torch keeps its generators otherwise than it did"
+        library.memfit_bernoulli(state.data_ptr(), self.data_ptr(), self.numel(), math.ceil(p * 2.0**53))
+        source.set_state(state)
+    return self
+
+
+def max_pool2d_with_indices(
+    self: torch.Tensor,
+    kernel_size: list[int],
+    stride: list[int] = [],  # noqa: B006  as torch's schema has it; nobody writes to it
+    padding: list[int] = [0],  # noqa: B006
+    dilation: list[int] = [1],  # noqa: B006
+    ceil_mode: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each window, and where in its plane it is."""
+    library = kernels()
+    settings = [_pair(each) for each in (kernel_size, stride or kernel_size, padding, dilation)]
+    is_served = library is not None and self.dim() == 4 and _is_plain(self) and self.shape[2:].numel() < 2**31
+    if not is_served or self.numel() < LEAST_ELEMENTS:
+        made: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten.max_pool2d_with_indices.default(
+            self, kernel_size, stride, padding, dilation, ceil_mode
+        )
+        return made
+    assert library is not None
+    # Sizes are torch's to say, and so is what is wrong with the settings.
+    like = torch.empty_like(self, device="meta")
+    shape = torch.ops.aten.max_pool2d_with_indices.default(like, *settings, ceil_mode)[0].shape
+    out, indices = self.new_empty(shape), self.new_empty(shape, dtype=torch.int64)
+    library.memfit_max_pool(
+        _MaxPool(
+            self.data_ptr(),
+            out.data_ptr(),
+            indices.data_ptr(),
+            self.shape[0] * self.shape[1],
+            *self.shape[2:],
+            *shape[2:],
+            *(number for pair in settings for number in pair),
+        ),
+        _num_threads(self),
+    )
+    return out, indices
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_contiguous() and tensor.device.type == "cpu"
+
+
+def _num_threads(tensor: torch.Tensor) -> int:
+    return torch.get_num_threads() if tensor.numel() >= _LEAST_SHARED else 1
+
+
+def _pair(numbers: list[int]) -> list[int]:
+    """One number stands for both axes."""
+    return [*numbers] * 2 if len(numbers) == 1 else [*numbers]
+
+
+for _kernel in (native_batch_norm, bernoulli_, max_pool2d_with_indices):
+    _LIBRARY.impl(_kernel.__name__, _kernel, "CPU")
