@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from torch import nn
 import memfit
 from memfit import stand_ins
 from memfit.capture.rewrites import rewrite
+from memfit.capture.rewrites import stand_ins as rewrites
+from memfit.capture.rewrites.chunks import in_chunks
 from memfit.capture.rewrites.proof import Proofs, same_bits
 from memfit.cost.signature import signature
 from memfit.native import library
@@ -295,6 +300,94 @@ def test_other_pools_are_left_to_torch() -> None:
         resolve(stand_ins.STAND_INS[MAX_POOL])(mixed(2, 8, 40, 40), [2, 2], [2, 2], [2, 2])
 
 
+# --- products --------------------------------------------------------------------------------------------------------
+
+CONVOLUTION, GRADIENTS = "aten.convolution.default", "aten.convolution_backward.default"
+PLAIN = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="products are not MKL's, and may round otherwise")
+def test_a_convolution_of_single_elements_is_a_product() -> None:
+    """To the bit where the sum is short; on this machine, as on every one, it is asked for each shape."""
+    input, weight = normal(3, 48, 12, 12), normal(32, 48, 1, 1, seed=1)
+    assert_same(CONVOLUTION, input, weight, None, *PLAIN)
+    gradient = normal(3, 32, 12, 12, seed=2)
+    assert_same(GRADIENTS, gradient, input, weight, None, *PLAIN, [True, False, False])
+    ghost = torch.empty_like(input)
+    ghost.untyped_storage().resize_(0)
+    plain = resolve(GRADIENTS)(gradient, input, weight, None, *PLAIN, [True, False, False])
+    made = resolve(stand_ins.STAND_INS[GRADIENTS])(gradient, ghost, weight, None, *PLAIN, [True, False, False])
+    assert same_bits(plain, made) and made[1] is None and made[2] is None
+
+
+@pytest.mark.parametrize(
+    ("weight_shape", "settings"),
+    [
+        ((8, 6, 3, 3), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)),
+        ((8, 6, 1, 1), ([2, 2], [0, 0], [1, 1], False, [0, 0], 1)),
+        ((8, 6, 1, 1), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)),
+        ((8, 3, 1, 1), ([1, 1], [0, 0], [1, 1], False, [0, 0], 2)),
+        ((6, 8, 1, 1), ([1, 1], [0, 0], [1, 1], True, [0, 0], 1)),
+    ],
+)
+def test_other_convolutions_are_left_to_torch(
+    weight_shape: tuple[int, ...], settings: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "bmm", None)
+    input, weight = normal(2, 6, 9, 9), normal(*weight_shape, seed=1)
+    assert_same(CONVOLUTION, input, weight, None, *settings)
+    gradient = torch.ones_like(resolve(CONVOLUTION)(input, weight, None, *settings))
+    assert_same(GRADIENTS, gradient, input, weight, None, *settings, [True, False, False])
+
+
+def test_products_that_would_not_be_torchs_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "bmm", None)
+    input, weight, gradient = normal(2, 6, 9, 9), normal(8, 6, 1, 1, seed=1), normal(2, 8, 9, 9, seed=2)
+    assert_same(CONVOLUTION, input, weight, normal(8), *PLAIN)  # a bias is added in between
+    assert_same(CONVOLUTION, input.double(), weight.double(), None, *PLAIN)
+    assert_same(CONVOLUTION, input.to(memory_format=torch.channels_last), weight, None, *PLAIN)
+    for mask in ([True, True, False], [False, True, False], [True, False, True]):
+        assert_same(GRADIENTS, gradient, input, weight, [8], *PLAIN, mask)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert_same(CONVOLUTION, input, weight, None, *PLAIN)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def products(step: memfit.Step) -> int:
+    return sum("convolution" in op.stand_in for op in step.ops)
+
+
+def test_products_stand_in_only_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = memfit.capture(nn.Conv2d(24, 16, 1, bias=False), (normal(2, 24, 9, 9).requires_grad_(),))
+    for is_faster in (True, False):
+        monkeypatch.setattr(rewrites, "_is_faster", lambda plain, made, is_faster=is_faster: is_faster)
+        assert products(rewrite(step, proofs=Proofs(None))) == (2 if is_faster else 0)
+
+
+def test_what_is_faster_is_found_by_running_both() -> None:
+    order: list[str] = []
+
+    def call(name: str, seconds: float) -> None:
+        order.append(name)
+        time.sleep(seconds)
+
+    slow, fast = partial(call, "slow", 0.01), partial(call, "fast", 0.0)
+    assert rewrites._is_faster(slow, fast) and order[:4] == ["slow", "fast"] * 2
+    assert not rewrites._is_faster(fast, slow) and not rewrites._is_faster(slow, slow)
+
+
+def test_chunks_of_a_convolution_have_no_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrites, "_is_faster", lambda plain, made: True)
+    plain = memfit.capture(nn.Conv2d(24, 16, 1, bias=False), (normal(4, 24, 9, 9).requires_grad_(),))
+    step = rewrite(plain, proofs=Proofs(None))
+    whole = [op for op in step.ops if "convolution" in op.stand_in]
+    assert len(whole) == 2
+    assert all(in_chunks(op, 2).called.endswith("_in_chunks.default") for op in whole)
+
+
 # --- in steps --------------------------------------------------------------------------------------------------------
 
 
@@ -304,11 +397,12 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(), nn.MaxPool2d(2))
+        self.mix = nn.Conv2d(12, 12, 1, bias=False)
         self.drop = nn.Dropout(0.3)
         self.head = nn.Linear(12, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.drop(self.body(x))
+        h = self.drop(self.mix(self.body(x)))
         return self.head(F.dropout(h, 0.1).mean((2, 3)))
 
 
@@ -320,7 +414,14 @@ def stand_ins_of(step: memfit.Step) -> dict[str, str]:
     return {op.target: op.stand_in for op in step.ops if op.stand_in}
 
 
-def test_each_stands_in_where_it_is_proven() -> None:
+def all_that_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a product is faster is not asked, and nothing is remembered."""
+    monkeypatch.setattr(rewrites, "_is_faster", lambda plain, made: True)
+    monkeypatch.setattr(Proofs, "holds", lambda self, rewrite, signature, experiment: experiment())
+
+
+def test_each_stands_in_where_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrites, "_is_faster", lambda plain, made: True)
     step = rewrite(memfit.capture(Net(), inputs(4)), proofs=Proofs(None))
     assert stand_ins_of(step) == stand_ins.STAND_INS
     for op in step.ops:
@@ -336,7 +437,7 @@ def test_none_stands_in_for_what_it_does_not_serve() -> None:
     vectors_only = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))  # too few numbers, no maps
     assert not stand_ins_of(rewrite(memfit.capture(vectors_only, (torch.randn(40, 6),))))
     with forbidden():
-        assert not stand_ins_of(rewrite(memfit.capture(Net(), inputs(4))))
+        assert not stand_ins_of(rewrite(memfit.capture(Net(), inputs(4)))).keys() - {CONVOLUTION, GRADIENTS}
     assert not stand_ins_of(rewrite(memfit.capture(Net(), inputs(4)), without=frozenset({"stand-ins"})))
 
 
@@ -352,22 +453,23 @@ def test_none_stands_in_where_its_bits_are_others(monkeypatch: pytest.MonkeyPatc
             def run(job: Any, *rest: Any) -> None:
                 getattr(kernels, name)(job, *rest)
                 where = rest[0] if name == "memfit_bernoulli" else getattr(job, "running_var", None) or job.out
-                import ctypes
-
                 ctypes.cast(where, ctypes.POINTER(ctypes.c_float))[1] += 1e-3
 
             return run
 
     monkeypatch.setattr(stand_ins, "kernels", lambda: Wrong())
+    monkeypatch.setattr(torch, "bmm", lambda one, other: (one @ other).mul_(1 + 1e-6))
     assert not stand_ins_of(rewrite(memfit.capture(Net(), inputs(4)), proofs=Proofs(None)))
 
 
 @pytest.mark.parametrize("policy", ["keep", "sqrt", "gist-lossless"])
-def test_a_model_in_which_they_stand_in_trains_as_in_eager(policy: str) -> None:
+def test_a_model_in_which_they_stand_in_trains_as_in_eager(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_that_are_exact(monkeypatch)
     assert_same_as_eager(Net(), inputs, policy=policy)
 
 
-def test_a_fitted_model_calls_them() -> None:
+def test_a_fitted_model_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_that_are_exact(monkeypatch)
     model = Net()
     memfit.fit(model, policy="keep")
     model(*inputs(4)).sum().backward()

@@ -1,9 +1,15 @@
-"""Operators that stand in for some of torch's own on a CPU: the same bits in less time, by the kernels in C.
+"""Operators that stand in for some of torch's own on a CPU: the same bits in less time.
 
 They are registered with torch under the names of those they stand in for, take the same arguments, and call these where
 they have no kernel for what they are given: another dtype or layout, no compiler on this machine. Whether the bits are
 the same is asked of the machine (capture/rewrites/stand_ins.py); each file in native/kernels says what torch's kernel
 does, and why it takes longer.
+
+[Note: products]
+A convolution with a window of one element is a product of matrices, for each sample its channels by its elements.
+oneDNN copies its operands into blocks of channels first, and its result back: a third of its time, and as much memory
+again. MKL's product takes them as they are. Both add up over channels from the first to the last, as long as MKL does
+not cut the sum in pieces, which it does beyond some hundred terms: so some shapes have the same bits and some have not.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import functools
 import math
 import os
 import threading
+from collections.abc import Sequence
 
 import torch
 
@@ -22,8 +29,12 @@ STAND_INS = {
     "aten.native_batch_norm.default": "memfit_ops.native_batch_norm.default",
     "aten.bernoulli_.float": "memfit_ops.bernoulli_.default",
     "aten.max_pool2d_with_indices.default": "memfit_ops.max_pool2d_with_indices.default",
+    "aten.convolution.default": "memfit_ops.convolution.default",
+    "aten.convolution_backward.default": "memfit_ops.convolution_backward.default",
 }
 """What stands in for which of torch's, by name."""
+
+_IN_TORCH = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
 
 _LIBRARY = torch.library.Library("memfit_ops", "FRAGMENT")  # its operators live as long as it does
 _SCHEMAS = (
@@ -36,6 +47,15 @@ _SCHEMAS = (
     (
         "max_pool2d_with_indices(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, "
         "int[2] dilation=1, bool ceil_mode=False) -> (Tensor, Tensor)"
+    ),
+    (
+        "convolution(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
+        "bool transposed, int[] output_padding, int groups) -> Tensor"
+    ),
+    (
+        "convolution_backward(Tensor grad_output, Tensor input, Tensor weight, int[]? bias_sizes, int[] stride, "
+        "int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups, bool[3] output_mask) "
+        "-> (Tensor, Tensor, Tensor)"
     ),
 )
 for _schema in _SCHEMAS:
@@ -86,6 +106,11 @@ def _compiled() -> ctypes.CDLL | None:
 def kernels() -> ctypes.CDLL | None:
     """The compiled kernels, or None where there are none; MEMFIT_NATIVE=0 forbids them."""
     return None if os.environ.get("MEMFIT_NATIVE") == "0" else _compiled()
+
+
+def is_there(target: str) -> bool:
+    """True if something can stand in for that operator on this machine."""
+    return target in _IN_TORCH or (target in STAND_INS and kernels() is not None)
 
 
 def native_batch_norm(
@@ -184,6 +209,67 @@ def max_pool2d_with_indices(
     return out, indices
 
 
+def convolution(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> torch.Tensor:
+    """A convolution with a window of one element, as a product; see [Note: products]."""
+    settings = (stride, padding, dilation, transposed, output_padding, groups)
+    is_served = bias is None and is_product(weight.shape, stride, padding, transposed, groups)
+    if not is_served or not _are_for_products(input, weight):
+        made: torch.Tensor = torch.ops.aten.convolution.default(input, weight, bias, *settings)
+        return made
+    num_samples, (num_out, num_in) = len(input), weight.shape[:2]
+    matrix = weight.view(num_out, num_in).expand(num_samples, num_out, num_in)
+    return torch.bmm(matrix, input.view(num_samples, num_in, -1)).view(num_samples, num_out, *input.shape[2:])
+
+
+def convolution_backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: list[int] | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    output_mask: list[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradient of such a convolution's input; the input itself may be a ghost."""
+    settings = (stride, padding, dilation, transposed, output_padding, groups)
+    is_served = [*output_mask] == [True, False, False] and is_product(weight.shape, stride, padding, transposed, groups)
+    if not is_served or not _are_for_products(grad_output, weight):
+        made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.convolution_backward.default(
+            grad_output, input, weight, bias_sizes, *settings, output_mask
+        )
+        return made
+    num_samples, (num_out, num_in) = len(grad_output), weight.shape[:2]
+    matrix = weight.view(num_out, num_in).t().expand(num_samples, num_in, num_out)
+    return torch.bmm(matrix, grad_output.view(num_samples, num_out, -1)).view(input.shape), None, None
+
+
+def is_product(
+    shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], transposed: bool, groups: int
+) -> bool:
+    """True if a convolution whose weight has that shape looks at one element of each channel at a time."""
+    is_one = len(shape) > 2 and math.prod(shape[2:]) == 1
+    return is_one and groups == 1 and not transposed and set(stride) == {1} and set(padding) == {0}
+
+
+def _are_for_products(*tensors: torch.Tensor) -> bool:
+    """True if products of these are torch's plain ones: in lower precision they would not be."""
+    return all(map(_is_plain, tensors)) and torch.get_float32_matmul_precision() == "highest"
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.is_contiguous() and tensor.device.type == "cpu"
 
@@ -197,5 +283,5 @@ def _pair(numbers: list[int]) -> list[int]:
     return [*numbers] * 2 if len(numbers) == 1 else [*numbers]
 
 
-for _kernel in (native_batch_norm, bernoulli_, max_pool2d_with_indices):
+for _kernel in (native_batch_norm, bernoulli_, max_pool2d_with_indices, convolution, convolution_backward):
     _LIBRARY.impl(_kernel.__name__, _kernel, "CPU")

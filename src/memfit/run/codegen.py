@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
+from memfit.capture.ghosts import make_ghost
 from memfit.capture.rerun_form import rerun_form
 from memfit.capture.step import Ghost, Op, Opaque, Ref, Step
 from memfit.plan.program import (
@@ -45,7 +46,6 @@ from memfit.plan.program import (
 )
 from memfit.run import kernels
 from memfit.run.aliases import alias, as_captured
-from memfit.run.ghosts import make_ghost
 from memfit.tiers.tier import Tier
 
 # The autograd engine keeps the order of two gradients returned together; of more it may not.

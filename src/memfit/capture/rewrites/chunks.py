@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from memfit.capture.ghosts import make_ghost
 from memfit.capture.rewrites.proof import Proofs, is_testable, layout, same_bits, sample
 from memfit.capture.schemas import named_operands
 from memfit.capture.step import Ghost, Op, Ref, Step, Value
@@ -84,8 +85,8 @@ def in_chunks(op: Op, num_chunks: int) -> Op:
     args = (*(named[name] for name in argument_names(op.target)), num_chunks)
     target = _target_in_chunks(op)
     if target == _WEIGHT_IN_CHUNKS:
-        return replace(op, target=target, args=args, kwargs=(), outputs=op.outputs[1:])
-    return replace(op, target=target, args=args, kwargs=(), outputs=(op.made[0],), returns_many=False)
+        return replace(op, target=target, args=args, kwargs=(), outputs=op.outputs[1:], stand_in="")
+    return replace(op, target=target, args=args, kwargs=(), outputs=(op.made[0],), returns_many=False, stand_in="")
 
 
 def proven_counts(step: Step, op: Op, counts: Sequence[int], proofs: Proofs) -> tuple[int, ...]:
@@ -165,8 +166,6 @@ class _Trial:
         return same_bits(self._whole, resolve(_target_in_chunks(self.op))(*self._operands, num_chunks))
 
     def _operand(self, arg: Any, seed: int) -> Any:
-        from memfit.run.ghosts import make_ghost
-
         if isinstance(arg, Ref):
             return sample(self.step.values[arg.value], seed=seed)
         return make_ghost(arg) if isinstance(arg, Ghost) else arg

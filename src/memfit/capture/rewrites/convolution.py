@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from memfit.capture.ghosts import make_ghost
 from memfit.capture.rewrites.draft import Draft, with_operand
 from memfit.capture.rewrites.proof import Proofs, is_testable, layout, same_bits, sample
 from memfit.capture.rewrites.shapes import conv_input_may_be_ghost, ghost_of
@@ -42,7 +43,6 @@ def split_convolutions(step: Step, proofs: Proofs) -> Step:
 
 
 def _same_split(op: Op, weight_call: Op, data_call: Op, step: Step) -> bool:
-    from memfit.run.ghosts import make_ghost
     from memfit.torch_internals import resolve
 
     func = resolve(_TARGET)
