@@ -39,6 +39,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/evaluator.py
 	$(BIN)/python benchmarks/codecs.py
+	$(BIN)/python benchmarks/stand_ins.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -179,7 +179,7 @@ def test_steps_that_take_long_are_timed_less_often(networks: None, monkeypatch: 
     auto = try_out(
         Setting("auto", budget_bytes=1 << 30), "peer_networks:plain", batch=None, image=None, steps=9, seed=0
     )
-    assert auto.num_timed == 8, "auto's more often: all, but of an odd number the first, so that both go first as often"
+    assert auto.num_timed == 4 * 9, "its ratio is held against a limit, and against those of all others"
 
 
 def test_checkpoint_updates_running_statistics_twice(networks: None) -> None:

@@ -182,8 +182,8 @@ def draw(target: str, tensor: torch.Tensor, p: float, generator: torch.Generator
     return resolve(target)(tensor, p, generator=generator), generator.get_state()
 
 
-@pytest.mark.parametrize("p", [0.0, 1.0, 0.9, 0.1, 0.5, 1 / 3, 1e-9])
-@pytest.mark.parametrize("num_before", [0, 1, 2, 311, 622, 623, 624, 625])
+@pytest.mark.parametrize("p", [0.0, 1.0, 0.9, 1 / 3])
+@pytest.mark.parametrize("num_before", [0, 1, 311, 623, 624])
 def test_what_is_drawn_is_torchs(machine: None, p: float, num_before: int) -> None:
     results = []
     for target in (BERNOULLI, stand_ins.STAND_INS[BERNOULLI]):

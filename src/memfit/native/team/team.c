@@ -1,6 +1,6 @@
 /* Between two of its own ops torch's threads spin for a while on their cores, and new threads would have to share these
- * with them: what takes 1.2 ms on torch's threads takes 4.1 on new ones. So the work is given to torch's, by the one
- * function that OpenMP runtimes of all makers have for it. */
+ * with them (benchmarks/stand_ins.py times both). So the work is given to torch's, by the one function that OpenMP
+ * runtimes of all makers have for it. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stddef.h>

@@ -1,0 +1,96 @@
+"""Time what stands in for torch's own kernels beside these: `python benchmarks/stand_ins.py [--json] [--threads 2]`.
+
+Both are called in turn on the same operands, which are out of the cache each time, as in a step; the lower quartile of
+the rounds counts. `bits` says whether the results were the same. Beside ours on torch's threads is ours on new ones,
+which have to share their cores with torch's while these spin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import torch
+
+from memfit import stand_ins
+from memfit.capture.rewrites.proof import same_bits
+from memfit.torch_internals import resolve, thread_team
+
+NUM_ROUNDS = 15
+SWEEP_BYTES = 64 << 20
+PLAIN = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+Case = tuple[str, Callable[[], tuple[object, ...]]]
+
+
+def cases() -> dict[str, Case]:
+    """What is timed, by name: torch's operator, and what gives its operands."""
+    found: dict[str, Case] = {}
+    for shape in ((4, 256, 56, 56), (4, 64, 112, 112), (4, 512, 14, 14), (8, 64, 56, 56)):
+
+        def batch_norm(shape: tuple[int, ...] = shape) -> tuple[object, ...]:
+            vectors = [torch.rand(shape[1]) for _ in range(4)]
+            return (torch.randn(shape), *vectors, True, 0.1, 1e-5)
+
+        found[f"batch norm {shape}"] = ("aten.native_batch_norm.default", batch_norm)
+    for shape, kernel, padding in (((4, 64, 112, 112), 3, 1), ((2, 64, 256, 256), 2, 0)):
+
+        def pool(shape: tuple[int, ...] = shape, kernel: int = kernel, padding: int = padding) -> tuple[object, ...]:
+            return (torch.randn(shape).relu_(), [kernel] * 2, [2, 2], [padding] * 2)
+
+        found[f"max pool {shape}, {kernel} x {kernel}"] = ("aten.max_pool2d_with_indices.default", pool)
+    found["bernoulli (12, 768, 768)"] = ("aten.bernoulli_.float", lambda: (torch.empty(12, 768, 768), 0.9))
+    for samples, ins, size, outs in ((4, 256, 28, 128), (4, 128, 56, 128), (8, 256, 14, 1024)):
+
+        def convolution(sizes: tuple[int, ...] = (samples, ins, size, outs)) -> tuple[object, ...]:
+            samples, ins, size, outs = sizes
+            return (torch.randn(samples, ins, size, size), torch.randn(outs, ins, 1, 1), None, *PLAIN)
+
+        name = f"convolution ({samples}, {ins}, {size}, {size}) to {outs} channels, 1 x 1"
+        found[name] = ("aten.convolution.default", convolution)
+    return found
+
+
+def measure(target: str, operands: tuple[object, ...]) -> dict[str, object]:
+    """Milliseconds of torch's, of ours, and of ours on new threads."""
+    kernels, sweep = stand_ins.kernels(), torch.zeros(SWEEP_BYTES, dtype=torch.uint8)
+    times_s: dict[str, list[float]] = {"torch": [], "ours": [], "ours, new threads": []}
+    results = {}
+    for _ in range(NUM_ROUNDS + 1):  # the first warms up
+        for name, taken_s in times_s.items():
+            if kernels is not None:
+                kernels.memfit_use_team(None if name == "ours, new threads" else thread_team())
+            call = resolve(target if name == "torch" else stand_ins.STAND_INS[target])
+            torch.manual_seed(0)
+            sweep.add_(1)
+            begin_s = time.perf_counter()
+            made = call(*operands)
+            taken_s.append(time.perf_counter() - begin_s)
+            results[name] = made.clone() if isinstance(made, torch.Tensor) else made
+    if kernels is not None:
+        kernels.memfit_use_team(thread_team())
+    quartile = {name: 1e3 * sorted(taken_s[1:])[NUM_ROUNDS // 4] for name, taken_s in times_s.items()}
+    return {**quartile, "bits": same_bits(results["torch"], results["ours"])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with torch.no_grad():
+        rows = {name: measure(target, operands()) for name, (target, operands) in cases().items()}
+    if arguments.json:
+        print(json.dumps({"threads": arguments.threads, "milliseconds": rows}))
+        return
+    print(f"{'':64}{'torch':>10}{'ours':>10}{'on new threads':>16}   bits")
+    for name, row in rows.items():
+        columns = f"{row['torch']:>10.2f}{row['ours']:>10.2f}{row['ours, new threads']:>16.2f}"
+        print(f"{name:64}{columns}   {'the same' if row['bits'] else 'others'}")
+
+
+if __name__ == "__main__":
+    main()
