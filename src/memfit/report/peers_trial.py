@@ -27,7 +27,7 @@ NUM_COMPARED = 3
 _NUM_WARM_UP = 2
 _MAX_WARM_UP = 3 * NUM_WATCHED
 _LEARNING_RATE = 0.01
-_LEAST_TIMED, _ENOUGH_S, _AUTO_ENOUGH_S = 6, 30.0, 90.0
+_LEAST_TIMED, _ENOUGH_S, _AUTO_ENOUGH_S = 6, 30.0, 180.0
 """Steps that take long are timed so many times, if more than that time has passed: their noise is a smaller part.
 More of auto's, since its ratio is held against a limit and against all the others'."""
 _AUTO_TIMES = 4  # so many times as many of auto's are timed at most
