@@ -235,6 +235,16 @@ def test_the_default_generator_is_drawn_from_if_none_is_given() -> None:
     assert same_bits(*results)
 
 
+def test_a_generator_that_torch_keeps_otherwise_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_ins, "_STATE_BYTES", 16)
+    monkeypatch.setattr(stand_ins, "math", None)  # what is drawn from the state needs it
+    results = [
+        draw(target, torch.empty(MANY), 0.4, torch.Generator().manual_seed(2))
+        for target in (BERNOULLI, stand_ins.STAND_INS[BERNOULLI])
+    ]
+    assert same_bits(*results)
+
+
 def test_what_is_drawn_into_other_tensors_is_left_to_torch() -> None:
     for tensor in (torch.empty(MANY).double(), torch.empty(300, 300).t()[5:], torch.empty(MANY, dtype=torch.bfloat16)):
         results = []

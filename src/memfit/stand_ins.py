@@ -66,7 +66,9 @@ LEAST_ELEMENTS = 1 << 12
 
 _LEAST_SHARED = 1 << 15  # fewer elements are done by one thread
 _STATE_BYTES = 5056  # of torch's generator for CPUs, as get_state() gives it
-_DRAWING = threading.Lock()  # between taking a generator's state and putting it back, nobody else of us may do so
+# Between taking a generator's state and putting it back nobody else of us may draw. A draw of torch's own in another
+# thread meanwhile is lost; but then which of the two is first is up to chance in eager too.
+_DRAWING = threading.Lock()
 
 
 class _BatchNorm(ctypes.Structure):
@@ -159,16 +161,14 @@ def bernoulli_(self: torch.Tensor, p: float = 0.5, *, generator: torch.Generator
     """Ones with that probability, else zeros; the generator is left where torch's own would leave it."""
     library = kernels()
     source = torch.default_generator if generator is None else generator
-    is_served = library is not None and source.device.type == "cpu" and _is_plain(self) and 0 <= p <= 1
-    if not is_served or self.numel() < LEAST_ELEMENTS:
-        torch.ops.aten.bernoulli_.float(self, p, generator=generator)
-        return self
-    assert library is not None
+    is_served = source.device.type == "cpu" and _is_plain(self) and 0 <= p <= 1 and self.numel() >= LEAST_ELEMENTS
     with _DRAWING:
-        state = source.get_state()
-        assert state.numel() == _STATE_BYTES, "torch keeps its generators otherwise than it did"
-        library.memfit_bernoulli(state.data_ptr(), self.data_ptr(), self.numel(), math.ceil(p * 2.0**53))
-        source.set_state(state)
+        state = source.get_state() if is_served else None
+        if library is None or state is None or state.numel() != _STATE_BYTES:
+            torch.ops.aten.bernoulli_.float(self, p, generator=generator)
+        else:
+            library.memfit_bernoulli(state.data_ptr(), self.data_ptr(), self.numel(), math.ceil(p * 2.0**53))
+            source.set_state(state)
     return self
 
 

@@ -52,7 +52,9 @@ class Proofs:
             log.info("rewrite %s refused by its self-test for %s: %s", rewrite, signature, error)
             return False
         if not outcome:
-            log.info("rewrite %s is not bit-equal for %s; the plain op is used", rewrite, signature)
+            log.info(
+                "rewrite %s does not hold for %s: other bits, or no gain; the plain op is used", rewrite, signature
+            )
         return outcome
 
     def _key(self, rewrite: str, signature: Any) -> str:
