@@ -25,7 +25,7 @@ from typing import Any
 from memfit.errors import MemfitError
 from memfit.resident import CannotMeasure, require_linux
 
-_MARGIN_BYTES = 144 << 20
+_MARGIN_BYTES = 208 << 20
 _GIVE_BACK_FROM_BYTES = 1 << 20
 _BUSY_SHARE = 0.25
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
