@@ -8,27 +8,6 @@
 
 #include "kernels.h"
 
-struct batch_norm {
-    const float *in, *weight, *bias;
-    float *running_mean, *running_var, *out, *save_mean, *save_invstd;
-    double momentum, eps;
-    int64_t num_samples, num_channels, image_size;
-};
-
-struct max_pool {
-    const float *in;
-    float *out;
-    int64_t *indices;
-    int64_t num_planes, in_height, in_width, out_height, out_width;
-    int64_t kernel_height, kernel_width, stride_height, stride_width, pad_height, pad_width;
-    int64_t dilation_height, dilation_width;
-};
-
-void memfit_batch_norm(const struct batch_norm *of, int num_threads);
-void memfit_max_pool(const struct max_pool *of, int num_threads);
-void memfit_bernoulli(void *generator, float *out, int64_t count, uint64_t below);
-void memfit_allow_avx2(int is_allowed);
-
 static uint64_t state;
 
 static int64_t draw(int64_t low, int64_t high) {

@@ -358,12 +358,40 @@ def test_products_that_would_not_be_torchs_are_left_to_it(monkeypatch: pytest.Mo
     assert_same(CONVOLUTION, input.to(memory_format=torch.channels_last), weight, None, *PLAIN)
     for mask in ([True, True, False], [False, True, False], [True, False, True]):
         assert_same(GRADIENTS, gradient, input, weight, [8], *PLAIN, mask)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
+
+
+@contextmanager
+def less_precise(kind: str) -> Iterator[None]:
+    """One kind of op on a CPU may be computed with fewer bits."""
+    told = getattr(torch.backends.mkldnn, kind)
+    before, told.fp32_precision = told.fp32_precision, "bf16"
     try:
-        assert_same(CONVOLUTION, input, weight, None, *PLAIN)
+        yield
     finally:
-        torch.set_float32_matmul_precision(precision)
+        told.fp32_precision = before
+
+
+@pytest.mark.parametrize("kind", ["matmul", "conv"])
+def test_in_less_than_full_precision_convolutions_are_left_to_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two the one would be computed in full and the other not, on machines that have both."""
+    monkeypatch.setattr(torch, "bmm", None)
+    input, weight, gradient = normal(2, 6, 9, 9), normal(8, 6, 1, 1, seed=1), normal(2, 8, 9, 9, seed=2)
+    with less_precise(kind):
+        assert_same(CONVOLUTION, input, weight, None, *PLAIN)
+        assert_same(GRADIENTS, gradient, input, weight, None, *PLAIN, [True, False, False])
+
+
+@pytest.mark.parametrize("kind", ["matmul", "conv"])
+def test_another_precision_is_another_capture(kind: str) -> None:
+    model = nn.Sequential(nn.Conv2d(6, 8, 1, bias=False), nn.Flatten(), nn.Linear(8 * 81, 3))
+    memfit.fit(model, policy="keep")
+    x = normal(2, 6, 9, 9)
+    for _ in range(2):
+        model(x).sum().backward()
+    assert model.memfit.num_captures == 1  # type: ignore[union-attr]
+    with less_precise(kind):
+        model(x).sum().backward()
+    assert model.memfit.num_captures == 2  # type: ignore[union-attr]
 
 
 def products(step: memfit.Step) -> int:

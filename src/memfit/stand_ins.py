@@ -20,10 +20,12 @@ import math
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from memfit.native.library import KERNELS, native_library
+from memfit.precision import cpu_is_precise
 
 STAND_INS = {
     "aten.native_batch_norm.default": "memfit_ops.native_batch_norm.default",
@@ -33,6 +35,9 @@ STAND_INS = {
     "aten.convolution_backward.default": "memfit_ops.convolution_backward.default",
 }
 """What stands in for which of torch's, by name."""
+
+SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+"""Of a convolution, in the order of its arguments."""
 
 _IN_TORCH = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
 
@@ -72,7 +77,7 @@ _DRAWING = threading.Lock()
 
 
 class _BatchNorm(ctypes.Structure):
-    """`struct batch_norm` of native/kernels/batch_norm.c."""
+    """`struct batch_norm` of native/kernels/kernels.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("input", "weight", "bias", "running_mean", "running_var")),
@@ -83,7 +88,7 @@ class _BatchNorm(ctypes.Structure):
 
 
 class _MaxPool(ctypes.Structure):
-    """`struct max_pool` of native/kernels/max_pool.c."""
+    """`struct max_pool` of native/kernels/kernels.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("input", "out", "indices")),
@@ -209,20 +214,9 @@ def max_pool2d_with_indices(
     return out, indices
 
 
-def convolution(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-) -> torch.Tensor:
+def convolution(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any) -> torch.Tensor:
     """A convolution with a window of one element, as a product; see [Note: products]."""
-    settings = (stride, padding, dilation, transposed, output_padding, groups)
-    is_served = bias is None and is_product(weight.shape, stride, padding, transposed, groups)
+    is_served = bias is None and is_product(weight.shape, settings)
     if not is_served or not _are_for_products(input, weight):
         made: torch.Tensor = torch.ops.aten.convolution.default(input, weight, bias, *settings)
         return made
@@ -232,24 +226,14 @@ def convolution(
 
 
 def convolution_backward(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias_sizes: list[int] | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-    output_mask: list[bool],
+    grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, bias_sizes: list[int] | None, *rest: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The gradient of such a convolution's input; the input itself may be a ghost."""
-    settings = (stride, padding, dilation, transposed, output_padding, groups)
-    is_served = [*output_mask] == [True, False, False] and is_product(weight.shape, stride, padding, transposed, groups)
+    *settings, output_mask = rest
+    is_served = [*output_mask] == [True, False, False] and is_product(weight.shape, settings)
     if not is_served or not _are_for_products(grad_output, weight):
         made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.convolution_backward.default(
-            grad_output, input, weight, bias_sizes, *settings, output_mask
+            grad_output, input, weight, bias_sizes, *rest
         )
         return made
     num_samples, (num_out, num_in) = len(grad_output), weight.shape[:2]
@@ -257,17 +241,16 @@ def convolution_backward(
     return torch.bmm(matrix, grad_output.view(num_samples, num_out, -1)).view(input.shape), None, None
 
 
-def is_product(
-    shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], transposed: bool, groups: int
-) -> bool:
+def is_product(shape: Sequence[int], settings: Sequence[Any]) -> bool:
     """True if a convolution whose weight has that shape looks at one element of each channel at a time."""
+    stride, padding, _, transposed, _, groups = settings
     is_one = len(shape) > 2 and math.prod(shape[2:]) == 1
     return is_one and groups == 1 and not transposed and set(stride) == {1} and set(padding) == {0}
 
 
 def _are_for_products(*tensors: torch.Tensor) -> bool:
-    """True if products of these are torch's plain ones: in lower precision they would not be."""
-    return all(map(_is_plain, tensors)) and torch.get_float32_matmul_precision() == "highest"
+    """True if products of these, and convolutions that they stand in for, are computed in full."""
+    return all(map(_is_plain, tensors)) and cpu_is_precise()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from memfit.capture.structure import Skeleton, fingerprint, setting
+from memfit.precision import float32_precisions
 from memfit.torch_internals import autocast_state
 
 _ATOMS = frozenset({bool, int, float, str, type(None)})
@@ -36,7 +37,7 @@ def _switches() -> Any:
         torch.is_autocast_cache_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
+        float32_precisions(),
         torch.get_num_threads(),
         torch.backends.mkldnn.enabled,
         torch.backends.cuda.flash_sdp_enabled(),

@@ -21,6 +21,7 @@ import torch
 from memfit.cache import cache_folder
 from memfit.capture.step import Value
 from memfit.json_folder import sources_digest
+from memfit.precision import float32_precisions
 
 log = logging.getLogger("memfit")
 
@@ -64,7 +65,7 @@ class Proofs:
             torch.get_num_threads(),
             torch.backends.mkldnn.enabled,
             torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision(),
+            float32_precisions(),
             sources_digest("operators.py", "stand_ins.py", "native/kernels"),
         )
         return hashlib.sha256(repr((rewrite, signature, machine)).encode()).hexdigest()[:24]

@@ -118,7 +118,7 @@ def _of_convolution(op: Op, step: Step) -> Experiment | None:
     if not is_plain or not is_of_input or named.get("bias") is not None:
         return None
     shapes = {name: (arg if isinstance(arg, Ghost) else step.values[arg.value]).shape for name, arg in operands.items()}
-    if not stand_ins.is_product(shapes["weight"], *(named[n] for n in ("stride", "padding", "transposed", "groups"))):
+    if not stand_ins.is_product(shapes["weight"], [named[name] for name in stand_ins.SETTINGS]):
         return None
 
     def same(seed: int) -> bool:

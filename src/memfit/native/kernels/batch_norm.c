@@ -9,14 +9,6 @@
 
 enum { WIDTH = 8 /* channels side by side */ };
 
-struct batch_norm {
-    const float *in, *weight, *bias; /* weight and bias may be missing */
-    float *running_mean, *running_var; /* may be missing */
-    float *out, *save_mean, *save_invstd;
-    double momentum, eps;
-    int64_t num_samples, num_channels, image_size;
-};
-
 /* The sums over a few channels, or if there are means, those of squared distances from them. */
 static void plain_sums(const struct batch_norm *of, int64_t channel, int64_t num_channels, const float *means,
                        double *sums) {

@@ -73,7 +73,6 @@ WITH_AVX2 static int avx2_draw(uint32_t *state, int next, float *out, int64_t co
 }
 #endif
 
-/* Ones where a number of 53 bits is below that; the generator is left where torch would leave it. */
 void memfit_bernoulli(void *generator, float *out, int64_t count, uint64_t below) {
     struct generator *of = generator;
     uint32_t state[STATE];

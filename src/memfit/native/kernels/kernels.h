@@ -17,6 +17,32 @@
 #define WITH_AVX2 __attribute__((target("avx2,fma")))
 #endif
 
+struct batch_norm {
+    const float *in, *weight, *bias; /* weight and bias may be missing */
+    float *running_mean, *running_var; /* may be missing */
+    float *out, *save_mean, *save_invstd;
+    double momentum, eps;
+    int64_t num_samples, num_channels, image_size;
+};
+
+struct max_pool {
+    const float *in;
+    float *out;
+    int64_t *indices;
+    int64_t num_planes, in_height, in_width, out_height, out_width;
+    int64_t kernel_height, kernel_width, stride_height, stride_width, pad_height, pad_width;
+    int64_t dilation_height, dilation_width;
+};
+
+void memfit_batch_norm(const struct batch_norm *of, int num_threads);
+void memfit_max_pool(const struct max_pool *of, int num_threads);
+
+/* Ones where a number of 53 bits is below that; the generator is left where torch would leave it. */
+void memfit_bernoulli(void *generator, float *out, int64_t count, uint64_t below);
+
+/* For tests: the kernels for any machine must give the same bits. */
+void memfit_allow_avx2(int is_allowed);
+
 /* Whether this machine has AVX2 and FMA, and nobody said to do without. */
 int memfit_has_avx2(void);
 

@@ -3,7 +3,6 @@
 
 static int is_avx2_allowed = 1;
 
-/* For tests: the kernels for any machine must give the same bits. */
 void memfit_allow_avx2(int is_allowed) { is_avx2_allowed = is_allowed; }
 
 int memfit_has_avx2(void) {

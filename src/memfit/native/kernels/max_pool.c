@@ -9,15 +9,6 @@
 
 enum { WIDTH = 8 };
 
-struct max_pool {
-    const float *in;
-    float *out;
-    int64_t *indices;
-    int64_t num_planes, in_height, in_width, out_height, out_width;
-    int64_t kernel_height, kernel_width, stride_height, stride_width, pad_height, pad_width;
-    int64_t dilation_height, dilation_width;
-};
-
 /* Of positions `start + k * dilation`, the first k that is not below 0, and the first that is not below `size`. */
 static inline int64_t first_inside(int64_t start, int64_t dilation) {
     return start < 0 ? (-start + dilation - 1) / dilation : 0;

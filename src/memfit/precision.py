@@ -1,0 +1,28 @@
+"""In which precision torch computes with numbers of 32 bits: a setting that changes bits, and which kernels serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+FULL = "ieee"
+_UNSET = "none"  # by nobody, so that numbers are what they are
+_BACKENDS: Any = torch.backends  # which makes some of its parts when it is imported, unseen by type checkers
+
+
+def float32_precisions() -> tuple[str, ...]:
+    """One word for each kind of op that can be told otherwise: products, convolutions, recurrent layers, by library.
+
+    Not `torch.get_float32_matmul_precision`: it knows of products only, and raises where libraries differ.
+    """
+    onednn, cudnn = _BACKENDS.mkldnn, _BACKENDS.cudnn
+    kinds = (onednn.matmul, onednn.conv, onednn.rnn, _BACKENDS.cuda.matmul, cudnn.conv, cudnn.rnn)
+    found = (str(kind.fp32_precision) for kind in kinds)
+    return tuple(FULL if word == _UNSET else word for word in found)
+
+
+def cpu_is_precise() -> bool:
+    """True if products and convolutions on a CPU are computed in full."""
+    onednn = _BACKENDS.mkldnn
+    return all(kind.fp32_precision in (FULL, _UNSET) for kind in (onednn.conv, onednn.matmul))
