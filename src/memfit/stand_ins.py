@@ -254,7 +254,7 @@ def _are_for_products(*tensors: torch.Tensor) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.is_contiguous() and tensor.device.type == "cpu"
+    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
 
 
 def _num_threads(tensor: torch.Tensor) -> int:

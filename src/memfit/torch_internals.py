@@ -173,6 +173,14 @@ def fills_by_a_differentiable_value() -> bool:
     return node is not None and node.name() == "MaskedFillBackward1" and node.next_functions[1][0] is not None
 
 
+def apply_outside_transforms(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Its `apply` without the look at every argument for what torch.func wraps: there is none outside of torch.func."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
 def backward_keeps_graph() -> bool:
     """True inside a backward pass that was started with retain_graph=True."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

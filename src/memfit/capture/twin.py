@@ -42,6 +42,8 @@ class Slot:
 
     def read(self) -> Any:
         """What hangs there now, or None if the place is gone."""
+        if self.table and len(self.keys) == 1:  # nearly all, and read at every call
+            return self.owner.__dict__[self.table].get(self.keys[0])
         found: Any = self.owner.__dict__ if self.table == "" else self.owner.__dict__[self.table]
         try:
             for key in self.keys:

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
+from memfit import stand_ins
 from memfit.capture.ghosts import make_ghost
 from memfit.capture.rerun_form import rerun_form
 from memfit.capture.step import Ghost, Op, Opaque, Ref, Step
@@ -135,6 +136,7 @@ def generate(
         "aten": torch.ops.aten,
         "ops": torch.ops,
         "memfit": kernels,
+        "stand_ins": stand_ins,
         "alias": alias,
         "as_captured": as_captured,
         "tiers": tiers or {},
@@ -309,8 +311,7 @@ class _Writer:
             self._fetch(value)
         arguments = [self._text(arg) for arg in op.args]
         arguments += [f"{key}={self._text(arg)}" for key, arg in op.kwargs]
-        prefix = "" if op.called.startswith(("aten.", "memfit.")) else "ops."
-        call = f"{prefix}{op.called}({', '.join(arguments)})"
+        call = f"{self._function(op)}({', '.join(arguments)})"
         names: list[str] = []
         made: dict[int, str] = {}
         for position, out in enumerate(op.outputs):
@@ -347,6 +348,11 @@ class _Writer:
         for value in op.made:
             if value in self.local:
                 self._carry(value)
+
+    def _function(self, op: Op) -> str:
+        if op.stand_in:  # a function of ours: torch would take its time to find it
+            return f"stand_ins.{op.stand_in.split('.')[1]}"
+        return op.called if op.called.startswith(("aten.", "memfit.")) else f"ops.{op.called}"
 
     def _carry(self, value: int) -> None:
         """Put a value that was just made where later functions find it."""

@@ -33,6 +33,7 @@ from memfit.run.codegen import Observer
 from memfit.run.compiled import Compiled
 from memfit.run.densities import look_at
 from memfit.run.feedback import Excess, Feedback, Measured
+from memfit.run.module_state import ModuleState
 from memfit.run.observe import LiveBytes
 from memfit.run.recapture import decisions_as_in, stand_ins, ways_as_in
 from memfit.run.revision import Revision, raise_excess, revise
@@ -73,6 +74,7 @@ class Fitted:
         self._lock = threading.RLock()
         self._compiled: OrderedDict[Any, list[Compiled]] = OrderedDict()
         self._newest: Compiled | None = None
+        self._state = ModuleState(self.model)
         self._warned = False
         self.num_revisions = 0
         self.observed: LiveBytes | None = None
@@ -152,7 +154,7 @@ class Fitted:
         inputs, skeleton = take_apart((args, kwargs, ()))
         for index, tensor in enumerate(inputs):
             refuse_layout(tensor, f"input {index}")
-        key = signature(self.model, inputs, skeleton)
+        key = signature(self._state, inputs, skeleton)
         for compiled in self._compiled.get(key, ()):
             if all(guard.holds(inputs) for guard in compiled.capture.guards):
                 if compiled.feedback is not None and compiled.feedback.excess is not None:
@@ -203,7 +205,7 @@ class Fitted:
             self.num_captures += 1
             # Once more: the first forward pass may have decided a setting that was open.
             inputs, skeleton = take_apart((args, kwargs, ()))
-            self._remember(signature(self.model, inputs, skeleton), compiled)
+            self._remember(signature(self._state, inputs, skeleton), compiled)
         log.info("captured %r; peak %s", compiled.program.step, compiled.ledger.describe_peak())
         return compiled
 

@@ -23,14 +23,20 @@ error as in eager. Outputs are kept as aliases that share the version counter; t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from memfit.errors import UnsupportedUse
-from memfit.torch_internals import backward_keeps_graph, no_autocast, will_run_in_this_backward
+from memfit.torch_internals import (
+    apply_outside_transforms,
+    backward_keeps_graph,
+    no_autocast,
+    will_run_in_this_backward,
+)
 
 Slice = Callable[[dict[str, Any]], tuple[Any, ...]]
 Tangents = tuple[torch.Tensor | None, ...]
@@ -102,7 +108,9 @@ class Call:
             if self._watch is not None:
                 self._watch.resume()
             self._slices = self._start()
-        with torch.no_grad(), no_autocast(self._devices):
+        # As a rule backward is called that way, and to see to it takes longer than to look.
+        is_bare = not torch.is_grad_enabled() and not any(map(torch.is_autocast_enabled, self._devices))
+        with nullcontext() if is_bare else _bare(self._devices):
             while self._next <= handover.slice:
                 made = self._slices[self._next](self.values)
                 self._held.update({(self._next, slot): gradient for slot, gradient in enumerate(made)})
@@ -136,6 +144,12 @@ class Call:
             if tangent_name is not None and tangent is not None:
                 self.values[tangent_name] = tangent
         return slices
+
+
+@contextmanager
+def _bare(devices: tuple[str, ...]) -> Iterator[None]:
+    with torch.no_grad(), no_autocast(devices):
+        yield
 
 
 class _Link(torch.autograd.Function):
@@ -204,13 +218,14 @@ def attach(
 ) -> None:
     """Build the nodes behind the outputs that have groups (None: not differentiable), and give those a history."""
     links: dict[int, torch.Tensor] = {}
+    add_link = apply_outside_transforms(_Link)
     first = {handover.group: index for index, handover in reversed(list(enumerate(handovers)))}
     for index in reversed(range(len(handovers))):
         handover = handovers[index]
         # The first link of a group brings along what autograd keeps for us.
         kept = shared if first[handover.group] == index else ()
         receivers = [sources[receiver] for receiver in handover.receivers]
-        links[handover.group] = _Link.apply(call, handover, kept, links.get(handover.group), *receivers)
+        links[handover.group] = add_link(call, handover, kept, links.get(handover.group), *receivers)
     for position, groups in enumerate(groups_of_output):
         if groups is not None:
             holder = [outputs[position]]
