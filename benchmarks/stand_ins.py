@@ -35,6 +35,19 @@ def cases() -> dict[str, Case]:
             return (torch.randn(shape), *vectors, True, 0.1, 1e-5)
 
         found[f"batch norm {shape}"] = ("aten.native_batch_norm.default", batch_norm)
+    for shape in ((4, 128, 56, 56), (4, 512, 28, 28)):
+
+        def rows(shape: tuple[int, ...] = shape) -> torch.Tensor:
+            return torch.randn(shape).contiguous(memory_format=torch.channels_last)
+
+        def norm_of_rows(shape: tuple[int, ...] = shape) -> tuple[object, ...]:
+            return (rows(shape), *(torch.rand(shape[1]) for _ in range(4)), True, 0.1, 1e-5)
+
+        def gradients(shape: tuple[int, ...] = shape) -> tuple[object, ...]:
+            return (rows(shape), rows(shape), *(torch.rand(shape[1]) for _ in range(5)), True, 1e-5, [True] * 3)
+
+        found[f"batch norm {shape}, channels last"] = ("aten.native_batch_norm.default", norm_of_rows)
+        found[f"its gradients {shape}, channels last"] = ("aten.native_batch_norm_backward.default", gradients)
     for shape, kernel, padding in (((4, 64, 112, 112), 3, 1), ((2, 64, 256, 256), 2, 0)):
 
         def pool(shape: tuple[int, ...] = shape, kernel: int = kernel, padding: int = padding) -> tuple[object, ...]:

@@ -32,8 +32,9 @@ static void same(const char *what, const void *first, const void *second, size_t
     }
 }
 
-static void try_batch_norm(void) {
-    int64_t n = draw(1, 4), c = draw(1, 30), size = draw(2, 60), all = n * c * size;
+static void try_batch_norm(int has_rows) {
+    int64_t n = draw(1, 4), c = draw(1, 70), size = draw(2, 60), all = n * c * size;
+    int64_t num_parts = draw(1, 5);
     float *in = floats(all), *weight = floats(c), *bias = floats(c), *vectors[2][4], *out[2];
     for (int k = 0; k < 2; k++) {
         out[k] = floats(all);
@@ -41,8 +42,8 @@ static void try_batch_norm(void) {
             vectors[k][v] = calloc((size_t)c, sizeof(float));
         memfit_allow_avx2(k);
         struct batch_norm of = {in, weight, bias, vectors[k][0], vectors[k][1], out[k], vectors[k][2], vectors[k][3],
-                                0.1, 1e-5, n, c, size};
-        memfit_batch_norm(&of, (int)draw(1, 5));
+                                0.1, 1e-5, n, c, size, num_parts};
+        (has_rows ? memfit_batch_norm_rows : memfit_batch_norm)(&of, (int)draw(1, 5));
     }
     same("batch norm", out[0], out[1], (size_t)all * sizeof(float));
     for (int v = 0; v < 4; v++) {
@@ -50,6 +51,28 @@ static void try_batch_norm(void) {
         free(vectors[0][v]), free(vectors[1][v]);
     }
     free(in), free(weight), free(bias), free(out[0]), free(out[1]);
+}
+
+static void try_batch_norm_backward(void) {
+    int64_t c = draw(1, 70), num_rows = draw(2, 200), all = c * num_rows, num_parts = draw(1, 5);
+    float *grad = floats(all), *in = floats(all), *given[3], *out[2], *vectors[2][2];
+    for (int v = 0; v < 3; v++)
+        given[v] = floats(c);
+    for (int k = 0; k < 2; k++) {
+        out[k] = floats(all), vectors[k][0] = floats(c), vectors[k][1] = floats(c);
+        memfit_allow_avx2(k);
+        struct batch_norm_backward of = {grad, in, given[0], given[1], given[2], out[k], vectors[k][0], vectors[k][1],
+                                         num_rows, c, num_parts};
+        memfit_batch_norm_rows_backward(&of, (int)draw(1, 5));
+    }
+    same("gradients of batch norm", out[0], out[1], (size_t)all * sizeof(float));
+    for (int v = 0; v < 2; v++) {
+        same("gradients of vectors", vectors[0][v], vectors[1][v], (size_t)c * sizeof(float));
+        free(vectors[0][v]), free(vectors[1][v]);
+    }
+    for (int v = 0; v < 3; v++)
+        free(given[v]);
+    free(grad), free(in), free(out[0]), free(out[1]);
 }
 
 static void try_max_pool(void) {
@@ -101,6 +124,6 @@ int main(int argc, char **argv) {
         return 2;
     state = (uint64_t)atoll(argv[2]);
     for (int round = 0; round < atoi(argv[1]); round++)
-        try_batch_norm(), try_max_pool(), try_bernoulli();
+        try_batch_norm(0), try_batch_norm(1), try_batch_norm_backward(), try_max_pool(), try_bernoulli();
     return 0;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import subprocess
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memfit
-from memfit import stand_ins
+from memfit import operators, stand_ins
 from memfit.capture.rewrites import rewrite
 from memfit.capture.rewrites import stand_ins as rewrites
 from memfit.capture.rewrites.chunks import in_chunks
@@ -165,11 +166,124 @@ def test_batch_norm_leaves_the_rest_to_torch() -> None:
     assert_same(BATCH_NORM, normal(40, 6, 1, 1), *vectors_of, True, 0.1, 1e-5)
     with pytest.raises(ValueError, match="must either both be None or neither"):
         resolve(stand_ins.STAND_INS[BATCH_NORM])(normal(4, 6, 5, 5), *vectors(6, given="m"), True, 0.1, 1e-5)
-    assert_same(BATCH_NORM, normal(4, 5, 5, 6).movedim(-1, 1), *vectors_of, True, 0.1, 1e-5)  # channels last
     assert_same(BATCH_NORM, normal(4, 6, 5, 5).double(), None, None, None, None, True, 0.1, 1e-5)
     assert_same(BATCH_NORM, normal(4, 6, 5, 5).bfloat16(), *vectors_of, True, 0.1, 1e-5)
     with forbidden():
         assert_same(BATCH_NORM, normal(4, 6, 5, 5), *vectors_of, True, 0.1, 1e-5)
+
+
+# --- batch norm, channels last ---------------------------------------------------------------------------------------
+
+NORM_GRADIENTS = "aten.native_batch_norm_backward.default"
+ALL_THREE = [True, True, True]
+
+
+def rows(num_samples: int, num_channels: int, *image: int, seed: int = 0) -> torch.Tensor:
+    """Maps whose channels are last in memory."""
+    return normal(num_samples, *image, num_channels, seed=seed).movedim(-1, 1)
+
+
+def backward_of(grad: torch.Tensor, input: torch.Tensor) -> tuple[Any, ...]:
+    """The operands of the backward of a batch norm of that input."""
+    weight, bias, mean, var = vectors(input.shape[1])
+    _, *saved = torch.ops.aten.native_batch_norm.default(input, weight, bias, None, None, True, 0.1, 1e-5)
+    return (grad, input, weight, mean, var, *saved, True, 1e-5, ALL_THREE)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(4, 64, 28, 28), (3, 13, 5, 7), (2, 48, 3, 4, 5), (1, 40, 31, 2), (2, 9, 1, 3), (8, 80, 7, 7), (2, 16, 2, 2)],
+)
+def test_batch_norm_of_rows_is_torchs(machine: None, shape: tuple[int, ...]) -> None:
+    input = rows(*shape) * 3 + 1
+    assert stand_ins.has_channels_last(input)
+    assert_same(BATCH_NORM, input, *vectors(shape[1]), True, 0.1, 1e-5)
+    assert_same(NORM_GRADIENTS, *backward_of(rows(*shape, seed=1), input))
+    plain, made = both(NORM_GRADIENTS, *backward_of(rows(*shape, seed=1), input))
+    assert plain[0].stride() == made[0].stride()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 70),
+    st.integers(2, 9),
+    st.integers(2, 9),
+    st.integers(0, 10**6),
+    st.integers(1, 5),
+)
+def test_batch_norm_of_any_rows(samples: int, channels: int, height: int, width: int, seed: int, threads: int) -> None:
+    """Also where torch has more threads than the machine has: each adds up a part."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        input = rows(samples, channels, height, width, seed=seed) * 10 ** (seed % 7 - 3) + seed % 5
+        assert_same(BATCH_NORM, input, *vectors(channels), True, 0.1, 1e-5)
+        assert_same(NORM_GRADIENTS, *backward_of(rows(samples, channels, height, width, seed=seed + 1), input))
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("special", [0.0, -0.0, 1e-42, 3e38, -1e30, 7.0])
+def test_batch_norm_of_rows_that_are_hard_to_add(machine: None, special: float) -> None:
+    input, grad = rows(2, 32, 5, 5), rows(2, 32, 5, 5, seed=1)
+    input[:, ::2] = special
+    grad[:, 3::4, 1] = special
+    assert_same(BATCH_NORM, input, *vectors(32), True, 0.1, 1e-5)
+    operands = backward_of(grad, input)
+    if torch.isfinite(torch.ops.aten.native_batch_norm_backward.default(*operands)[0]).all():
+        assert_same(NORM_GRADIENTS, *operands)
+
+
+def test_batch_norm_of_rows_leaves_the_rest_to_torch() -> None:
+    grad, input, *rest = backward_of(rows(4, 32, 6, 6, seed=1), rows(4, 32, 6, 6))
+    weight, mean, var, save_mean, save_invstd, *_ = rest
+    for operands in (
+        (grad.contiguous(), input, *rest),
+        (grad.contiguous(), input.contiguous(), *rest),
+        (grad[:, :, :3], input[:, :, :3], *rest),  # not all of the memory they look at
+        (grad, input, None, *rest[1:5], True, 1e-5, [True, False, False]),
+        (grad, input, *rest[:-1], [True, False, False]),
+        (grad, input, *rest[:-1], [False, True, True]),
+        (grad, input, weight, mean, var, save_mean, save_invstd, False, 1e-5, ALL_THREE),
+        tuple(arg.double() if isinstance(arg, torch.Tensor) else arg for arg in (grad, input, *rest)),
+    ):
+        assert_same(NORM_GRADIENTS, *operands)
+    with forbidden():
+        assert_same(NORM_GRADIENTS, grad, input, *rest)
+        assert_same(BATCH_NORM, input, *vectors(32), True, 0.1, 1e-5)
+    assert_same(BATCH_NORM, input, *vectors(32), False, 0.1, 1e-5)
+
+
+# --- batch norm with what comes next, and once more ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [normal, rows])
+@pytest.mark.parametrize("shape", [(4, 64, 28, 28), (3, 13, 5, 7), (2, 40, 1, 9)])
+@pytest.mark.parametrize("special", [-0.0, NAN, INF])
+def test_a_batch_norm_with_its_relu_is_both(machine: None, layout: Any, shape: tuple[int, ...], special: float) -> None:
+    input = layout(*shape) * 3 + 1
+    input[:, 1] = special
+    weight, bias, *_ = vectors(shape[1])
+    assert weight is not None and bias is not None
+    bias[::2] = -0.0
+    weight[2] = 0
+    out, mean, invstd = torch.ops.aten.native_batch_norm.default(input, weight, bias, None, None, True, 0.1, 1e-5)
+    made = stand_ins.native_batch_norm(input, weight, bias, None, None, True, 0.1, 1e-5, True)
+    again = [operators.renormalise(input, weight, bias, mean, invstd, is_rectified) for is_rectified in (False, True)]
+    for expected, found in ((out.relu(), made[0]), (mean, made[1]), (out, again[0]), (out.relu(), again[1])):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(found.signbit(), expected.signbit()) or special != -0.0
+        assert found.stride() == expected.stride()
+
+
+def test_a_relu_behind_what_torch_normalises_is_applied_all_the_same() -> None:
+    input = normal(40, 6)
+    plain = torch.ops.aten.native_batch_norm.default(input, *vectors(6), True, 0.1, 1e-5)
+    made = stand_ins.native_batch_norm(input, *vectors(6), True, 0.1, 1e-5, True)  # type: ignore[arg-type]
+    assert same_bits((plain[0].relu(), *plain[1:]), made)
+    again = operators.renormalise(input, None, None, *plain[1:], True)
+    assert same_bits(operators.renormalise(input, None, None, *plain[1:]).relu(), again)
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
@@ -434,14 +548,25 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(), nn.MaxPool2d(2))
-        self.mix = nn.Conv2d(12, 12, 1, bias=False)
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
+        self.mix = nn.Conv2d(16, 16, 1, bias=False)
         self.drop = nn.Dropout(0.3)
-        self.head = nn.Linear(12, 5)
+        self.head = nn.Linear(16, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.drop(self.mix(self.body(x)))
         return self.head(F.dropout(h, 0.1).mean((2, 3)))
+
+
+class LastNet(Net):
+    """The same with channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.contiguous(memory_format=torch.channels_last))
 
 
 def inputs(batch: int) -> tuple[torch.Tensor]:
@@ -461,17 +586,21 @@ def all_that_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_stands_in_where_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrites, "_is_faster", lambda plain, made: True)
     step = rewrite(memfit.capture(Net(), inputs(4)), proofs=Proofs(None))
-    assert stand_ins_of(step) == stand_ins.STAND_INS
+    assert stand_ins_of(step) == {
+        name: stand_ins.STAND_INS[name] for name in stand_ins.STAND_INS if name != NORM_GRADIENTS
+    }
     for op in step.ops:
         assert signature(step, op).startswith(f"{op.called}("), "its price is that of what is called"
 
 
+def test_with_channels_last_both_halves_of_batch_norm_have_one() -> None:
+    found = stand_ins_of(rewrite(memfit.capture(LastNet(), inputs(4)), proofs=Proofs(None)))
+    assert found == {name: stand_ins.STAND_INS[name] for name in (BATCH_NORM, NORM_GRADIENTS)}
+
+
 def test_none_stands_in_for_what_it_does_not_serve() -> None:
-    for model, given_inputs in (
-        (Net().double(), (torch.randn(4, 3, 40, 40).double(),)),
-        (Net().to(memory_format=torch.channels_last), (inputs(4)[0].to(memory_format=torch.channels_last),)),
-    ):
-        assert "aten.native_batch_norm.default" not in stand_ins_of(rewrite(memfit.capture(model, given_inputs)))
+    in_double = rewrite(memfit.capture(Net().double(), (torch.randn(4, 3, 40, 40).double(),)))
+    assert "aten.native_batch_norm.default" not in stand_ins_of(in_double)
     vectors_only = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))  # too few numbers, no maps
     assert not stand_ins_of(rewrite(memfit.capture(vectors_only, (torch.randn(40, 6),))))
     with forbidden():
@@ -490,36 +619,78 @@ def test_none_stands_in_where_its_bits_are_others(monkeypatch: pytest.MonkeyPatc
         def __getattr__(self, name: str) -> Any:
             def run(job: Any, *rest: Any) -> None:
                 getattr(kernels, name)(job, *rest)
-                where = rest[0] if name == "memfit_bernoulli" else getattr(job, "running_var", None) or job.out
+                made = (getattr(job, field, None) for field in ("running_var", "grad_bias", "out"))
+                where = rest[0] if name == "memfit_bernoulli" else next(filter(None, made))
                 ctypes.cast(where, ctypes.POINTER(ctypes.c_float))[1] += 1e-3
 
             return run
 
     monkeypatch.setattr(stand_ins, "kernels", lambda: Wrong())
     monkeypatch.setattr(torch, "bmm", lambda one, other: (one @ other).mul_(1 + 1e-6))
-    assert not stand_ins_of(rewrite(memfit.capture(Net(), inputs(4)), proofs=Proofs(None)))
+    for net in (Net(), LastNet()):
+        assert not stand_ins_of(rewrite(memfit.capture(net, inputs(4)), proofs=Proofs(None)))
 
 
+@pytest.mark.parametrize("net", [Net, LastNet])
 @pytest.mark.parametrize("policy", ["keep", "sqrt", "gist-lossless"])
-def test_a_model_in_which_they_stand_in_trains_as_in_eager(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_which_they_stand_in_trains_as_in_eager(
+    net: type[Net], policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     all_that_are_exact(monkeypatch)
-    assert_same_as_eager(Net(), inputs, policy=policy)
+    assert_same_as_eager(net(), inputs, policy=policy)
 
 
-def test_a_fitted_model_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("net", "expected"), [(Net, {*stand_ins.STAND_INS} - {NORM_GRADIENTS}), (LastNet, {NORM_GRADIENTS})]
+)
+def test_a_fitted_model_calls_them(net: type[Net], expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     all_that_are_exact(monkeypatch)
-    model = Net()
+    model = net()
     memfit.fit(model, policy="keep")
     model(*inputs(4)).sum().backward()
     text = model.memfit.code  # type: ignore[union-attr]
-    assert all(f"ops.{name}(" in text for name in stand_ins.STAND_INS.values())
+    assert all(f" stand_ins.{name.split('.')[1]}(" in text for name in expected)
+
+
+@pytest.mark.parametrize("policy", ["keep", "sqrt"])
+def test_a_relu_is_left_to_the_batch_norm_before_it(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it comes next and overwrites the result; run again, too."""
+    all_that_are_exact(monkeypatch)
+    norms = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Tanh())
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), *norms, *(copy.deepcopy(layer) for layer in norms))
+    memfit.fit(model, policy=policy)
+    model(*inputs(4)).sum().backward()
+    text = model.memfit.code  # type: ignore[union-attr]
+    assert "aten.relu" not in text
+    assert text.count("native_batch_norm(") == 4
+    num_again = text.count("operators.renormalise(")
+    assert (num_again > 0) == (policy == "sqrt")
+    num_rectified = 2 + text.count("is_rectified=True", text.index("def backward_0"))
+    assert text.count("is_rectified=True") == num_rectified and (num_rectified > 2) == (policy == "sqrt")
+
+
+def test_a_relu_that_somebody_reads_the_other_side_of_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(x)
+            return y.relu() * y.tanh()
+
+    all_that_are_exact(monkeypatch)
+    assert_same_as_eager(Both(), inputs, policy="keep")
+    model = memfit.fit(Both(), policy="keep")
+    model(*inputs(4))
+    assert "is_rectified" not in model.memfit.code  # type: ignore[union-attr]
 
 
 def test_without_a_compiler_torch_does_it_and_says_so(tmp_path: Path) -> None:
     script = """
 import logging, torch
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-from memfit import stand_ins
+from memfit import operators, stand_ins
 from memfit.torch_internals import resolve
 print(stand_ins.kernels(), resolve("memfit_ops.bernoulli_.default")(torch.empty(9999), 1.0).sum().item())
 """

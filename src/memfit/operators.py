@@ -16,6 +16,8 @@ from functools import cache
 
 import torch
 
+from memfit import stand_ins
+
 _BLOCK_BYTES = 1 << 19  # of one operand: large enough that calls do not count, small enough for the cache
 
 LEAST_CHANNELS = 8
@@ -54,18 +56,24 @@ def renormalise(
     bias: torch.Tensor | None,
     mean: torch.Tensor,
     invstd: torch.Tensor,
+    is_rectified: bool = False,
 ) -> torch.Tensor:
     """What training-mode batch norm made of the input, from the statistics it saved: one pass instead of three.
 
-    The kernel computes x * alpha + beta with alpha = invstd * weight and beta = bias - mean * alpha, fused in its own
-    way, and so does the one for evaluation with 1 / sqrt(variance + eps) for invstd. Asked to evaluate with a variance
-    of 1, no eps and alpha for its weight, it goes through the same numbers. No elementwise op of torch does.
+    With the ReLU behind it in the same go, where that is asked.
+
+    torch's kernel computes x * alpha + beta with alpha = invstd * weight and beta = bias - mean * alpha, fused in its
+    own way, and so does the one for evaluation with 1 / sqrt(variance + eps) for invstd. Asked to evaluate with a
+    variance of 1, no eps and alpha for its weight, it goes through the same numbers. No elementwise op of torch does.
     """
+    made = stand_ins.renormalised(input, weight, bias, mean, invstd, is_rectified)
+    if made is not None:
+        return made
     alpha = invstd if weight is None else invstd * weight
     result: torch.Tensor = torch.ops.aten.native_batch_norm.default(
         input, alpha, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0
     )[0]
-    return result
+    return result.relu_() if is_rectified else result
 
 
 def convolution_in_chunks(

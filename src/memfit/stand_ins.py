@@ -29,6 +29,7 @@ from memfit.precision import cpu_is_precise
 
 STAND_INS = {
     "aten.native_batch_norm.default": "memfit_ops.native_batch_norm.default",
+    "aten.native_batch_norm_backward.default": "memfit_ops.native_batch_norm_backward.default",
     "aten.bernoulli_.float": "memfit_ops.bernoulli_.default",
     "aten.max_pool2d_with_indices.default": "memfit_ops.max_pool2d_with_indices.default",
     "aten.convolution.default": "memfit_ops.convolution.default",
@@ -47,6 +48,11 @@ _SCHEMAS = (
     (
         "native_batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, "
         "bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)"
+    ),
+    (
+        "native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, "
+        "Tensor? running_var, Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) "
+        "-> (Tensor, Tensor, Tensor)"
     ),
     "bernoulli_(Tensor(a!) self, float p=0.5, *, Generator? generator=None) -> Tensor(a!)",
     (
@@ -69,6 +75,8 @@ for _schema in _SCHEMAS:
 LEAST_ELEMENTS = 1 << 12
 """Of what is drawn or pooled; for fewer torch's own is as fast."""
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_VECTOR = 16  # floats, at the most
 _LEAST_SHARED = 1 << 15  # fewer elements are done by one thread
 _STATE_BYTES = 5056  # of torch's generator for CPUs, as get_state() gives it
 # Between taking a generator's state and putting it back nobody else of us may draw. A draw of torch's own in another
@@ -84,6 +92,17 @@ class _BatchNorm(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "save_mean", "save_invstd")),
         *((name, ctypes.c_double) for name in ("momentum", "eps")),
         *((name, ctypes.c_int64) for name in ("num_samples", "num_channels", "image_size")),
+        *((name, ctypes.c_int64) for name in ("num_parts", "is_rectified")),
+    )
+
+
+class _BatchNormBackward(ctypes.Structure):
+    """`struct batch_norm_backward` of native/kernels/kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("grad_out", "input", "weight", "mean", "invstd")),
+        *((name, ctypes.c_void_p) for name in ("grad_in", "grad_weight", "grad_bias")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_channels", "num_parts")),
     )
 
 
@@ -102,10 +121,17 @@ class _MaxPool(ctypes.Structure):
 def _compiled() -> ctypes.CDLL | None:
     library = native_library(KERNELS)
     if library is not None:
-        library.memfit_batch_norm.argtypes = [ctypes.POINTER(_BatchNorm), ctypes.c_int]
-        library.memfit_max_pool.argtypes = [ctypes.POINTER(_MaxPool), ctypes.c_int]
         library.memfit_bernoulli.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64]
-        for function in (library.memfit_batch_norm, library.memfit_max_pool, library.memfit_bernoulli):
+        library.memfit_bernoulli.restype = None
+        for function, struct in (
+            (library.memfit_batch_norm, _BatchNorm),
+            (library.memfit_batch_norm_rows, _BatchNorm),
+            (library.memfit_renormalise, _BatchNorm),
+            (library.memfit_renormalise_rows, _BatchNorm),
+            (library.memfit_batch_norm_rows_backward, _BatchNormBackward),
+            (library.memfit_max_pool, _MaxPool),
+        ):
+            function.argtypes = [ctypes.POINTER(struct), ctypes.c_int]
             function.restype = None
     return library
 
@@ -129,37 +155,110 @@ def native_batch_norm(
     training: bool,
     momentum: float,
     eps: float,
+    is_rectified: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Batch norm by the statistics of the batch."""
+    """Batch norm by the statistics of the batch; with the ReLU behind it in the same go, where that is asked."""
     library = kernels()
     vectors = (weight, bias, running_mean, running_var)
-    # Maps of one element each are as good as channels last to torch, and added up in another order.
-    is_served = library is not None and training and _is_plain(input) and input.shape[2:].numel() > 1 and input.numel()
-    is_served = is_served and (running_mean is None) == (running_var is None)
-    if not is_served or not all(vector is None or _is_plain(vector) for vector in vectors):
+    is_served = training and _has_maps(input) and (running_mean is None) == (running_var is None)
+    if library is None or not is_served or not all(vector is None or _is_plain(vector) for vector in vectors):
         made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm.default(
             input, weight, bias, running_mean, running_var, training, momentum, eps
         )
+        if is_rectified:
+            made[0].relu_()
         return made
-    assert library is not None
-    num_samples, num_channels = input.shape[:2]
+    num_channels = input.shape[1]
     out, mean, invstd = torch.empty_like(input), input.new_empty(num_channels), input.new_empty(num_channels)
-    library.memfit_batch_norm(
-        _BatchNorm(
-            input.data_ptr(),
-            *(None if vector is None else vector.data_ptr() for vector in vectors),
-            out.data_ptr(),
-            mean.data_ptr(),
-            invstd.data_ptr(),
-            momentum,
-            eps,
-            num_samples,
+    run = library.memfit_batch_norm_rows if has_channels_last(input) else library.memfit_batch_norm
+    run(_batch_norm(input, vectors, (out, mean, invstd), momentum, eps, is_rectified), _num_threads(input))
+    return out, mean, invstd
+
+
+def renormalised(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    is_rectified: bool,
+) -> torch.Tensor | None:
+    """What batch norm made of the input, by the statistics it saved; None if there is no kernel for it."""
+    library = kernels()
+    vectors = (weight, bias, None, None)
+    if library is None or not _has_maps(input) or not all(v is None or _is_plain(v) for v in (*vectors, mean, invstd)):
+        return None
+    out = torch.empty_like(input)
+    run = library.memfit_renormalise_rows if has_channels_last(input) else library.memfit_renormalise
+    run(_batch_norm(input, vectors, (out, mean, invstd), 0, 0, is_rectified), _num_threads(input))
+    return out
+
+
+def _has_maps(input: torch.Tensor) -> bool:
+    """True if a kernel can go through it."""
+    # Maps of one element each, or of one channel, may be channels last to torch, and are added up in another order.
+    is_plain = _is_plain(input) and input.dim() > 2 and input.stride(1) != 1 and input.numel() > 0
+    return is_plain or has_channels_last(input)
+
+
+def _batch_norm(
+    input: torch.Tensor,
+    vectors: Sequence[torch.Tensor | None],
+    made: Sequence[torch.Tensor],
+    momentum: float,
+    eps: float,
+    is_rectified: bool,
+) -> _BatchNorm:
+    num_samples, num_channels = input.shape[:2]
+    return _BatchNorm(
+        input.data_ptr(),
+        *(None if vector is None else vector.data_ptr() for vector in vectors),
+        *(tensor.data_ptr() for tensor in made),
+        momentum,
+        eps,
+        num_samples,
+        num_channels,
+        input.numel() // (num_samples * num_channels),
+        torch.get_num_threads(),
+        is_rectified,
+    )
+
+
+def native_batch_norm_backward(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    save_mean: torch.Tensor | None,
+    save_invstd: torch.Tensor | None,
+    train: bool,
+    eps: float,
+    output_mask: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of such a batch norm whose channels are last in memory."""
+    library = kernels()
+    # Of channels that do not fill a vector torch's compiler rounds otherwise.
+    is_served = train and all(output_mask) and input.shape[1] % _VECTOR == 0
+    is_served = is_served and has_channels_last(input) and has_channels_last(grad_out)
+    vectors = [vector for vector in (weight, save_mean, save_invstd) if vector is not None and _is_plain(vector)]
+    if library is None or not is_served or len(vectors) < 3:
+        made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm_backward.default(
+            grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
+        )
+        return made
+    num_channels = input.shape[1]
+    grads = torch.empty_like(input), input.new_empty(num_channels), input.new_empty(num_channels)
+    library.memfit_batch_norm_rows_backward(
+        _BatchNormBackward(
+            *(tensor.data_ptr() for tensor in (grad_out, input, *vectors, *grads)),
+            input.numel() // num_channels,
             num_channels,
-            input.numel() // (num_samples * num_channels),
+            torch.get_num_threads(),
         ),
         _num_threads(input),
     )
-    return out, mean, invstd
+    return grads
 
 
 def bernoulli_(self: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -257,6 +356,14 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
 
 
+def has_channels_last(tensor: torch.Tensor) -> bool:
+    """True if it is rows of channels in memory and nothing else, and so many that torch adds them up in parts."""
+    if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.is_contiguous() or tensor.dim() not in (4, 5):
+        return False
+    is_last = tensor.is_contiguous(memory_format=_CHANNELS_LAST[tensor.dim()])
+    return is_last and tensor.numel() > torch.get_num_threads() * tensor.shape[1]
+
+
 def _num_threads(tensor: torch.Tensor) -> int:
     return torch.get_num_threads() if tensor.numel() >= _LEAST_SHARED else 1
 
@@ -266,5 +373,12 @@ def _pair(numbers: list[int]) -> list[int]:
     return [*numbers] * 2 if len(numbers) == 1 else [*numbers]
 
 
-for _kernel in (native_batch_norm, bernoulli_, max_pool2d_with_indices, convolution, convolution_backward):
+for _kernel in (
+    native_batch_norm,
+    native_batch_norm_backward,
+    bernoulli_,
+    max_pool2d_with_indices,
+    convolution,
+    convolution_backward,
+):
     _LIBRARY.impl(_kernel.__name__, _kernel, "CPU")

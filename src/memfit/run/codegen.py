@@ -16,6 +16,9 @@ function that reads it. `del` frees a storage at its last use.
 A storage that has been dropped can come back: a re-run makes its base value again, or a tier brings its bytes. In such
 a later life the base alone is carried from function to function, and views are rebuilt on it where they are read.
 
+A ReLU that comes next after a batch norm of ours, and overwrites its result, is left to the batch norm: one pass over
+memory instead of two. Nothing is held longer or shorter by that.
+
 Observed code also calls `P(number, tensors)` after every instruction: its number, and what it made by storage. P is
 `S['P']`, so that each call has an observer of its own.
 """
@@ -25,13 +28,14 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 
-from memfit import stand_ins
+from memfit import operators, stand_ins
 from memfit.capture.ghosts import make_ghost
-from memfit.capture.rerun_form import rerun_form
+from memfit.capture.rerun_form import RENORMALISE, rerun_form
 from memfit.capture.step import Ghost, Op, Opaque, Ref, Step
 from memfit.plan.program import (
     Boundary,
@@ -51,6 +55,9 @@ from memfit.tiers.tier import Tier
 
 # The autograd engine keeps the order of two gradients returned together; of more it may not.
 _MAX_GIVES = 2
+
+_BATCH_NORM = stand_ins.STAND_INS["aten.native_batch_norm.default"]
+_RELU = "aten.relu_.default"
 
 
 Numbered = tuple[int, Instruction]
@@ -136,6 +143,7 @@ def generate(
         "aten": torch.ops.aten,
         "ops": torch.ops,
         "memfit": kernels,
+        "operators": operators,
         "stand_ins": stand_ins,
         "alias": alias,
         "as_captured": as_captured,
@@ -274,15 +282,21 @@ class _Writer:
 
     def _body(self, body: tuple[Numbered, ...]) -> None:
         where = None
-        for number, instruction in body:
+        rectified: int | None = None  # the value that the ReLU that comes next has nothing left to do to
+        for place, (number, instruction) in enumerate(body):
             match instruction:
+                case Run(index, _) if rectified is not None:
+                    self._rename(rectified, self.step.ops[index])
+                    rectified = None
                 case Run(index, again):
                     op = self.step.ops[index]
                     if (op.path, op.source, again) != where:
                         where = (op.path, op.source, again)
                         note = "  (again)" if again else ""
                         self._line(f"# {op.path or '(root)'}  {op.source}".rstrip() + note)
-                    self._run(number, index, rerun_form(op) if again else op)
+                    form = rerun_form(op) if again else op
+                    rectified = None if self.observed else self._rectified(form, islice(body, place + 1, None))
+                    self._run(number, index, form, is_rectified=rectified is not None)
                 case Free(storage):
                     self._free(storage)
                     self._observe(number)
@@ -306,11 +320,29 @@ class _Writer:
                 case Give() | Boundary():
                     raise AssertionError(instruction)
 
-    def _run(self, number: int, index: int, op: Op) -> None:
+    def _rectified(self, op: Op, after: Iterator[Numbered]) -> int | None:
+        """The result of a batch norm that the next op is a ReLU of, in place; all that may come before is freeing."""
+        is_ours = op.stand_in == _BATCH_NORM or op.target == RENORMALISE
+        if not is_ours or self.step.values[op.made[0]].storage in self.live:
+            return None
+        following = next((each for _, each in after if not isinstance(each, Free)), None)
+        follower = self.step.ops[following.op] if isinstance(following, Run) else None
+        is_relu = follower is not None and follower.target == _RELU and follower.args == (Ref(op.made[0]),)
+        return op.made[0] if is_relu else None
+
+    def _rename(self, value: int, op: Op) -> None:
+        """What an op that has been done made of a value: the value itself."""
+        made = op.made[0]
+        self._line(f"{self._name(made)} = {self._name(value)}")
+        self.local.add(made)
+        self._carry(made)
+
+    def _run(self, number: int, index: int, op: Op, *, is_rectified: bool = False) -> None:
         for value in dict.fromkeys(op.reads()):
             self._fetch(value)
         arguments = [self._text(arg) for arg in op.args]
         arguments += [f"{key}={self._text(arg)}" for key, arg in op.kwargs]
+        arguments += ["is_rectified=True"] if is_rectified else []
         call = f"{self._function(op)}({', '.join(arguments)})"
         names: list[str] = []
         made: dict[int, str] = {}
@@ -352,6 +384,8 @@ class _Writer:
     def _function(self, op: Op) -> str:
         if op.stand_in:  # a function of ours: torch would take its time to find it
             return f"stand_ins.{op.stand_in.split('.')[1]}"
+        if op.target == RENORMALISE:
+            return "operators.renormalise"
         return op.called if op.called.startswith(("aten.", "memfit.")) else f"ops.{op.called}"
 
     def _carry(self, value: int) -> None:

@@ -125,15 +125,15 @@ class _SeenModule:
         by_identity = tuple(name for name in held if name in own | fixed)
         pick = itemgetter(*by_identity)
         children = held["_modules"]
-        tables = [held[name] for name in _TABLES[:2]]
+        tables = [held[name] for name in _TABLES[:2]]  # a scripted module's are no dicts
         return cls(
             held,
             tuple(held),
             pick,
             pick(held),
             tuple(name for name in held if name not in _TREE | own | fixed),
-            tuple((table, tuple(table), [*map(_layout, table.values())]) for table in tables),
-            (children, tuple(children), tuple(children.values())),
+            tuple((table, tuple(table.keys()), [*map(_layout, table.values())]) for table in tables),
+            (children, tuple(children.keys()), tuple(children.values())),
         )
 
     def is_as_it_was(self) -> bool:
@@ -141,10 +141,10 @@ class _SeenModule:
         if tuple(held) != self.names or not all(map(is_, self.pick(held), self.picked)):
             return False
         table, names, modules = self.children
-        if table and (tuple(table) != names or not all(map(is_, table.values(), modules))):
+        if (table or names) and (tuple(table.keys()) != names or not all(map(is_, table.values(), modules))):
             return False
         return all(
-            tuple(table) == names and [*map(_layout, table.values())] == layouts
+            tuple(table.keys()) == names and [*map(_layout, table.values())] == layouts
             for table, names, layouts in self.tensors
             if table or names
         )

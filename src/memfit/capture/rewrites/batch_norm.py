@@ -86,4 +86,5 @@ def _same_from_statistics(operands: list[Value | None], eps: Any, seed: int) -> 
     if weight is not None:
         weight.add_(weight.eq(0))  # a zero would hide the input
     out, mean, invstd = torch.ops.aten.native_batch_norm.default(input, weight, bias, None, None, True, 0.1, eps)
-    return same_bits(out, operators.renormalise(input, weight, bias, mean, invstd))
+    made, rectified = (operators.renormalise(input, weight, bias, mean, invstd, each) for each in (False, True))
+    return same_bits((out, out.relu()), (made, rectified))

@@ -94,7 +94,7 @@ def overwrite(step: Step, forms: dict[str, Form], holds: Callable[[Op, Step], bo
         ):
             continue
         extra = ((form.keyword, Ref(operand.id)),) if form.keyword else ()
-        draft.ops[index] = replace(op, target=form.target, kwargs=(*op.kwargs, *extra), writes=(storage,))
+        draft.ops[index] = replace(op, target=form.target, kwargs=(*op.kwargs, *extra), writes=(storage,), stand_in="")
         if storage_of(result.id) in owned_outside:
             owned_outside.add(storage)
         last_touch[storage] = last_touch[storage_of(result.id)]

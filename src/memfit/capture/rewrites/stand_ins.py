@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,11 @@ from memfit.capture.ghosts import make_ghost
 from memfit.capture.rewrites.draft import Draft
 from memfit.capture.rewrites.proof import Proofs, same_bits
 from memfit.capture.schemas import named_operands
-from memfit.capture.step import Ghost, Op, Ref, Step, Value
+from memfit.capture.step import Ghost, Op, Ref, Step
 from memfit.torch_internals import resolve
 
 _NUM_DRAWS = 4
-_SIDE_BY_SIDE = 8  # channels that the kernel adds up at once; what is left over is added up by other code
+_SIDE_BY_SIDE = 32  # channels that a kernel goes through at once; what is left over is done by other code
 _NUM_PLANES = 2
 _NUM_NUMBERS = 5000
 _NUM_TIMED, _FASTER = 5, 0.9
@@ -52,26 +52,80 @@ def _holds(target: str, signature: tuple[Any, ...], same: Callable[[int], bool],
 
 def _of_batch_norm(op: Op, step: Step) -> Experiment | None:
     named = named_operands(op)
-    tensors = [named[name] for name in ("input", "weight", "bias", "running_mean", "running_var")]
-    if not named["training"] or not all(arg is None or _is_plain(arg, step) for arg in tensors):
+    vectors = [named[name] for name in ("weight", "bias", "running_mean", "running_var")]
+    sample = _sampler(named["input"], step)
+    if sample is None or not named["training"] or not all(arg is None or _is_plain(arg, step) for arg in vectors):
         return None
-    num_samples, num_channels, *image = step.values[tensors[0].value].shape
-    if math.prod(image) < 2:
-        return None
-    tested = min(num_channels, _SIDE_BY_SIDE + num_channels % _SIDE_BY_SIDE)
-    is_given = [arg is not None for arg in tensors[1:]]
-    settings = (named["training"], named["momentum"], named["eps"])
+    is_given = [arg is not None for arg in vectors]
+    settings: tuple[bool, float, float] = (named["training"], named["momentum"], named["eps"])
 
     def same(seed: int) -> bool:
         generator = torch.Generator().manual_seed(seed)
-        input = torch.randn(num_samples, tested, *image, generator=generator).mul_(3).add_(1)
-        vectors = [torch.rand(tested, generator=generator).add_(0.5) if given else None for given in is_given]
-        copies = [None if vector is None else vector.clone() for vector in vectors]
-        plain = resolve(op.target)(input, *vectors, *settings)
+        input = sample.draw(generator).mul_(3).add_(1)
+        drawn = [torch.rand(input.shape[1], generator=generator).add_(0.5) if given else None for given in is_given]
+        copies = [None if vector is None else vector.clone() for vector in drawn]
+        plain = resolve(op.target)(input, *drawn, *settings)
         made = resolve(stand_ins.STAND_INS[op.target])(input, *copies, *settings)
-        return same_bits([*plain, *vectors], [*made, *copies])  # the running statistics too
+        weight, bias, _, _ = copies
+        rectified, *_ = stand_ins.native_batch_norm(input, weight, bias, None, None, *settings, True)
+        # The running statistics too, and the result that leaves a ReLU nothing to do.
+        return same_bits([*plain, *drawn, plain[0].relu()], [*made, *copies, rectified])
 
-    return (num_samples, tested, *image, *is_given, *settings), same
+    return (*sample.signature, *is_given, *settings), same
+
+
+def _of_batch_norm_backward(op: Op, step: Step) -> Experiment | None:
+    named = named_operands(op)
+    samples = [_sampler(named[name], step) for name in ("grad_out", "input")]
+    vectors = [named[name] for name in ("weight", "save_mean", "save_invstd")]
+    is_served = named["train"] and all(named["output_mask"]) and all(_is_plain(arg, step) for arg in vectors)
+    if not is_served or not all(sample is not None and sample.has_rows for sample in samples):
+        return None
+    settings = (named["train"], named["eps"], named["output_mask"])
+
+    def same(seed: int) -> bool:
+        generator = torch.Generator().manual_seed(seed)
+        grad, input = (sample.draw(generator) for sample in samples if sample is not None)
+        weight, mean, invstd = (torch.rand(input.shape[1], generator=generator).add_(0.5) for _ in vectors)
+        operands = (grad, input.mul_(3).add_(1), weight, None, None, mean, invstd, *settings)
+        calls = (resolve(target) for target in (op.target, stand_ins.STAND_INS[op.target]))
+        return same_bits(*(call(*operands) for call in calls))
+
+    return (*(part for sample in samples if sample for part in sample.signature), repr(settings)), same
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    """As many channels of a batch norm's maps as make a difference, in their layout."""
+
+    shape: tuple[int, ...]
+    has_rows: bool  # channels last
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        # How rows are added up depends on how many threads there are.
+        return (*self.shape, torch.get_num_threads() if self.has_rows else 0)
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        made = torch.randn(self.shape, generator=generator)
+        return made.movedim(-1, 1) if self.has_rows else made
+
+
+def _sampler(arg: Any, step: Step) -> _Sampler | None:
+    """None for maps that no kernel serves."""
+    if not _is_plain(arg, step, is_contiguous=False):
+        return None
+    value = step.values[arg.value]
+    num_samples, num_channels, *image = value.shape
+    if math.prod(image) < 2:
+        return None
+    tested = min(num_channels, _SIDE_BY_SIDE + num_channels % _SIDE_BY_SIDE)
+    if _is_contiguous(value.shape, value.stride):
+        return _Sampler((num_samples, tested, *image), has_rows=False)
+    rows = [*range(len(value.shape))]
+    rows.append(rows.pop(1))
+    is_last = _is_contiguous([value.shape[axis] for axis in rows], [value.stride[axis] for axis in rows])
+    return _Sampler((num_samples, *image, tested), has_rows=True) if is_last and len(image) > 1 else None
 
 
 def _of_drawing(op: Op, step: Step) -> Experiment | None:
@@ -153,18 +207,18 @@ def _is_faster(plain: Callable[[], Any], made: Callable[[], Any]) -> bool:
     return min(times_s[1]) <= _FASTER * min(times_s[0])
 
 
-def _is_plain(arg: Any, step: Step, least: int = 1) -> bool:
-    """True if it is a contiguous tensor of 32-bit floats on a CPU, and has at least so many."""
+def _is_plain(arg: Any, step: Step, least: int = 1, *, is_contiguous: bool = True) -> bool:
+    """True if it is a tensor of at least so many 32-bit floats on a CPU, and contiguous where that is asked."""
     if not isinstance(arg, Ref):
         return False
     value = step.values[arg.value]
-    is_on_cpu = value.dtype is torch.float32 and value.device == "cpu"
-    return is_on_cpu and value.num_elements >= least and _is_contiguous(value)
+    is_on_cpu = value.dtype is torch.float32 and value.device == "cpu" and value.num_elements >= least
+    return is_on_cpu and (not is_contiguous or _is_contiguous(value.shape, value.stride))
 
 
-def _is_contiguous(value: Value) -> bool:
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     expected = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.stride), strict=True):
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if stride != expected:
             return False
         expected *= size
@@ -173,6 +227,7 @@ def _is_contiguous(value: Value) -> bool:
 
 _EXPERIMENTS: dict[str, Callable[[Op, Step], Experiment | None]] = {
     "aten.native_batch_norm.default": _of_batch_norm,
+    "aten.native_batch_norm_backward.default": _of_batch_norm_backward,
     "aten.bernoulli_.float": _of_drawing,
     "aten.max_pool2d_with_indices.default": _of_pooling,
     "aten.convolution.default": _of_convolution,

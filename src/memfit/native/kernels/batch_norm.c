@@ -76,29 +76,41 @@ WITH_AVX2 static inline void avx2_sums(const struct batch_norm *of, int64_t chan
     _mm256_storeu_pd(sums + 4, high);
 }
 
-WITH_AVX2 static void avx2_scale(const float *in, float *out, int64_t size, float alpha, float beta) {
+WITH_AVX2 static void avx2_scale(const float *in, float *out, int64_t size, float alpha, float beta, float lowest) {
     int64_t i = 0;
-    for (; i + 8 <= size; i += 8)
-        _mm256_storeu_ps(out + i, _mm256_fmadd_ps(_mm256_loadu_ps(in + i), _mm256_set1_ps(alpha), _mm256_set1_ps(beta)));
+    for (; i + 8 <= size; i += 8) {
+        __m256 made = _mm256_fmadd_ps(_mm256_loadu_ps(in + i), _mm256_set1_ps(alpha), _mm256_set1_ps(beta));
+        _mm256_storeu_ps(out + i, _mm256_max_ps(_mm256_set1_ps(lowest), made));
+    }
     for (; i < size; i++)
-        out[i] = __builtin_fmaf(in[i], alpha, beta);
+        out[i] = no_less(__builtin_fmaf(in[i], alpha, beta), lowest);
 }
 #endif
 
-static void plain_scale(const float *in, float *out, int64_t size, float alpha, float beta) {
+static void plain_scale(const float *in, float *out, int64_t size, float alpha, float beta, float lowest) {
     for (int64_t i = 0; i < size; i++)
-        out[i] = fmaf(in[i], alpha, beta);
+        out[i] = no_less(fmaf(in[i], alpha, beta), lowest);
 }
 
-/* What torch does with the sums of one channel; gives the two numbers that its elements are multiplied by and get. */
-static void finish_channel(const struct batch_norm *of, int64_t c, float mean, double squares, float *alpha,
-                           float *beta) {
+static void scale(const struct batch_norm *of, int64_t channel, float alpha, float beta) {
+    for (int64_t n = 0; n < of->num_samples; n++) {
+        int64_t at = (n * of->num_channels + channel) * of->image_size;
+#ifdef MEMFIT_FOR_AVX2
+        if (memfit_has_avx2()) {
+            avx2_scale(of->in + at, of->out + at, of->image_size, alpha, beta, lowest_of(of));
+            continue;
+        }
+#endif
+        plain_scale(of->in + at, of->out + at, of->image_size, alpha, beta, lowest_of(of));
+    }
+}
+
+void memfit_finish_channel(const struct batch_norm *of, int64_t c, float mean, double squares) {
     int64_t count = of->num_samples * of->image_size;
     float var_sum = (float)squares;
     double var = var_sum / (float)count;
-    float invstd = var != 0 || of->eps != 0 ? (float)(1 / sqrt(var + of->eps)) : 0;
     of->save_mean[c] = mean;
-    of->save_invstd[c] = invstd;
+    of->save_invstd[c] = var != 0 || of->eps != 0 ? (float)(1 / sqrt(var + of->eps)) : 0;
     float momentum = (float)of->momentum;
     if (of->running_mean)
         of->running_mean[c] = momentum * mean + (1 - momentum) * of->running_mean[c];
@@ -106,47 +118,56 @@ static void finish_channel(const struct batch_norm *of, int64_t c, float mean, d
         double unbiased = var_sum / (float)(count - 1);
         of->running_var[c] = (float)(momentum * unbiased + (1 - momentum) * of->running_var[c]);
     }
-    *alpha = of->weight ? invstd * of->weight[c] : invstd;
-    *beta = fmaf(-mean, *alpha, of->bias ? of->bias[c] : 0);
+}
+
+void memfit_line_of(const struct batch_norm *of, int64_t c, float *alpha, float *beta) {
+    *alpha = of->weight ? of->save_invstd[c] * of->weight[c] : of->save_invstd[c];
+    *beta = fmaf(-of->save_mean[c], *alpha, of->bias ? of->bias[c] : 0);
 }
 
 /* A few channels, from first to last: what is read twice is still in the cache. */
 static void normalise(void *given, int64_t begin, int64_t end) {
     const struct batch_norm *of = given;
     int64_t size = of->image_size, count = of->num_samples * size;
-    int has_avx2 = memfit_has_avx2();
     for (int64_t channel = begin; channel < end; channel += WIDTH) {
         int64_t width = least(WIDTH, end - channel);
         double sums[WIDTH];
-        float means[WIDTH], alphas[WIDTH], betas[WIDTH];
+        float means[WIDTH], alpha, beta;
         for (int is_var = 0; is_var < 2; is_var++) {
             const float *known = is_var ? means : NULL;
 #ifdef MEMFIT_FOR_AVX2
-            if (has_avx2 && width == WIDTH)
+            if (memfit_has_avx2() && width == WIDTH)
                 avx2_sums(of, channel, known, sums);
             else
 #endif
                 plain_sums(of, channel, width, known, sums);
             for (int64_t c = 0; c < width; c++) {
                 if (is_var)
-                    finish_channel(of, channel + c, means[c], sums[c], &alphas[c], &betas[c]);
+                    memfit_finish_channel(of, channel + c, means[c], sums[c]);
                 else
                     means[c] = (float)(sums[c] / (double)count);
             }
         }
-        for (int64_t n = 0; n < of->num_samples; n++)
-            for (int64_t c = 0; c < width; c++) {
-                int64_t at = (n * of->num_channels + channel + c) * size;
-#ifdef MEMFIT_FOR_AVX2
-                if (has_avx2)
-                    avx2_scale(of->in + at, of->out + at, size, alphas[c], betas[c]);
-                else
-#endif
-                    plain_scale(of->in + at, of->out + at, size, alphas[c], betas[c]);
-            }
+        for (int64_t c = 0; c < width; c++) {
+            memfit_line_of(of, channel + c, &alpha, &beta);
+            scale(of, channel + c, alpha, beta);
+        }
+    }
+}
+
+static void renormalise(void *given, int64_t begin, int64_t end) {
+    const struct batch_norm *of = given;
+    for (int64_t channel = begin; channel < end; channel++) {
+        float alpha, beta;
+        memfit_line_of(of, channel, &alpha, &beta);
+        scale(of, channel, alpha, beta);
     }
 }
 
 void memfit_batch_norm(const struct batch_norm *of, int num_threads) {
     memfit_share_out(normalise, (void *)of, of->num_channels, WIDTH, num_threads);
+}
+
+void memfit_renormalise(const struct batch_norm *of, int num_threads) {
+    memfit_share_out(renormalise, (void *)of, of->num_channels, 1, num_threads);
 }

@@ -6,6 +6,7 @@
 #ifndef MEMFIT_KERNELS_H
 #define MEMFIT_KERNELS_H
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -23,6 +24,14 @@ struct batch_norm {
     float *out, *save_mean, *save_invstd;
     double momentum, eps;
     int64_t num_samples, num_channels, image_size;
+    int64_t num_parts; /* channels last: in how many parts rows are added up, as many as torch has threads */
+    int64_t is_rectified; /* what is negative becomes zero, as a ReLU behind it would have it */
+};
+
+struct batch_norm_backward { /* channels last */
+    const float *grad_out, *in, *weight, *mean, *invstd;
+    float *grad_in, *grad_weight, *grad_bias;
+    int64_t num_rows, num_channels, num_parts;
 };
 
 struct max_pool {
@@ -35,7 +44,20 @@ struct max_pool {
 };
 
 void memfit_batch_norm(const struct batch_norm *of, int num_threads);
+void memfit_batch_norm_rows(const struct batch_norm *of, int num_threads); /* channels last */
+
+/* The result once more, from the statistics that were saved. */
+void memfit_renormalise(const struct batch_norm *of, int num_threads);
+void memfit_renormalise_rows(const struct batch_norm *of, int num_threads); /* channels last */
+
+void memfit_batch_norm_rows_backward(const struct batch_norm_backward *of, int num_threads);
 void memfit_max_pool(const struct max_pool *of, int num_threads);
+
+/* What torch does with the sums of one channel. */
+void memfit_finish_channel(const struct batch_norm *of, int64_t channel, float mean, double squares);
+
+/* What the elements of a channel are multiplied by, and what is added. */
+void memfit_line_of(const struct batch_norm *of, int64_t channel, float *alpha, float *beta);
 
 /* Ones where a number of 53 bits is below that; the generator is left where torch would leave it. */
 void memfit_bernoulli(void *generator, float *out, int64_t count, uint64_t below);
@@ -47,5 +69,10 @@ void memfit_allow_avx2(int is_allowed);
 int memfit_has_avx2(void);
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* What is no number stays what it is, and so does a negative zero. */
+static inline float no_less(float x, float lowest) { return x < lowest ? lowest : x; }
+
+static inline float lowest_of(const struct batch_norm *of) { return of->is_rectified ? 0 : -INFINITY; }
 
 #endif
