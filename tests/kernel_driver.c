@@ -55,16 +55,24 @@ static void try_batch_norm(int has_rows) {
 
 static void try_batch_norm_backward(void) {
     int64_t c = draw(1, 70), num_rows = draw(2, 200), all = c * num_rows, num_parts = draw(1, 5);
-    float *grad = floats(all), *in = floats(all), *given[3], *out[2], *vectors[2][2];
+    int is_gated = (int)draw(0, 1);
+    float *grad = floats(all), *in = floats(all), *gate = floats(all), *given[3], *grads[2], *out[2], *vectors[2][2];
     for (int v = 0; v < 3; v++)
         given[v] = floats(c);
     for (int k = 0; k < 2; k++) {
-        out[k] = floats(all), vectors[k][0] = floats(c), vectors[k][1] = floats(c);
+        out[k] = floats(all), vectors[k][0] = floats(c), vectors[k][1] = floats(c), grads[k] = floats(all);
+        memcpy(grads[k], grad, (size_t)all * sizeof(float));
         memfit_allow_avx2(k);
-        struct batch_norm_backward of = {grad, in, given[0], given[1], given[2], out[k], vectors[k][0], vectors[k][1],
-                                         num_rows, c, num_parts};
+        struct batch_norm_backward of = {grads[k], in, given[0], given[1], given[2], NULL, NULL, out[k], vectors[k][0],
+                                         vectors[k][1], num_rows, c, num_parts};
+        if (is_gated) {
+            of.gate = gate, of.sums = floats(2 * c);
+            memfit_batch_norm_rows_sums(&of, (int)draw(1, 5));
+        }
         memfit_batch_norm_rows_backward(&of, (int)draw(1, 5));
+        free(of.sums);
     }
+    same("gradients behind the gate", grads[0], grads[1], (size_t)all * sizeof(float));
     same("gradients of batch norm", out[0], out[1], (size_t)all * sizeof(float));
     for (int v = 0; v < 2; v++) {
         same("gradients of vectors", vectors[0][v], vectors[1][v], (size_t)c * sizeof(float));
@@ -72,7 +80,7 @@ static void try_batch_norm_backward(void) {
     }
     for (int v = 0; v < 3; v++)
         free(given[v]);
-    free(grad), free(in), free(out[0]), free(out[1]);
+    free(grad), free(in), free(gate), free(out[0]), free(out[1]), free(grads[0]), free(grads[1]);
 }
 
 static void try_max_pool(void) {

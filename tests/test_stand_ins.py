@@ -277,6 +277,36 @@ def test_a_batch_norm_with_its_relu_is_both(machine: None, layout: Any, shape: t
         assert found.stride() == expected.stride()
 
 
+@pytest.mark.parametrize("shape", [(4, 64, 28, 28), (3, 48, 5, 7), (2, 16, 3, 4, 5)])
+@pytest.mark.parametrize("special", [-0.0, NAN, 1e-45])
+def test_a_gate_that_adds_up_is_both(machine: None, shape: tuple[int, ...], special: float) -> None:
+    """The backward of a ReLU, and with its sums that of the batch norm before it."""
+    input, grad, gate = rows(*shape) * 3 + 1, rows(*shape, seed=1), rows(*shape, seed=2)
+    gate[:, ::3] = special
+    gated = torch.ops.aten.threshold_backward.default(grad, gate, 0)
+    _, _, *operands = backward_of(gated, input)
+    expected = torch.ops.aten.native_batch_norm_backward.default(gated, input, *operands)
+    found, sums = stand_ins.gate_and_add_up(grad, gate, 0, input, operands[3])
+    assert found is grad and same_bits(grad, gated)
+    assert sums is not None
+    assert same_bits(expected, stand_ins.native_batch_norm_backward(grad, input, *operands, sums))
+    if torch.isfinite(expected[0]).all():
+        sums[0] += 1  # they are what is computed with
+        assert not same_bits(expected, stand_ins.native_batch_norm_backward(grad, input, *operands, sums))
+
+
+@pytest.mark.parametrize("shape", [(4, 15, 5, 7), (4, 32, 5, 7)])
+def test_a_gate_that_cannot_add_up_is_a_gate(shape: tuple[int, ...]) -> None:
+    grad, gate, input = (make(*shape) for make in (normal, rows, normal))
+    expected = torch.ops.aten.threshold_backward.default(grad, gate, 0)
+    found, sums = stand_ins.gate_and_add_up(grad, gate, 0, input, normal(shape[1]))
+    assert found is grad and sums is None and torch.equal(grad, expected)
+    grad, gate, input = (rows(4, 32, 5, 5, seed=seed) for seed in range(3))
+    expected = torch.ops.aten.threshold_backward.default(grad, gate, 0.5)
+    assert stand_ins.gate_and_add_up(grad, gate, 0.5, input, normal(32))[1] is None
+    assert same_bits(grad, expected)
+
+
 def test_a_relu_behind_what_torch_normalises_is_applied_all_the_same() -> None:
     input = normal(40, 6)
     plain = torch.ops.aten.native_batch_norm.default(input, *vectors(6), True, 0.1, 1e-5)
@@ -619,7 +649,7 @@ def test_none_stands_in_where_its_bits_are_others(monkeypatch: pytest.MonkeyPatc
         def __getattr__(self, name: str) -> Any:
             def run(job: Any, *rest: Any) -> None:
                 getattr(kernels, name)(job, *rest)
-                made = (getattr(job, field, None) for field in ("running_var", "grad_bias", "out"))
+                made = (getattr(job, field, None) for field in ("running_var", "grad_bias", "sums", "out"))
                 where = rest[0] if name == "memfit_bernoulli" else next(filter(None, made))
                 ctypes.cast(where, ctypes.POINTER(ctypes.c_float))[1] += 1e-3
 
@@ -667,6 +697,28 @@ def test_a_relu_is_left_to_the_batch_norm_before_it(policy: str, monkeypatch: py
     assert (num_again > 0) == (policy == "sqrt")
     num_rectified = 2 + text.count("is_rectified=True", text.index("def backward_0"))
     assert text.count("is_rectified=True") == num_rectified and (num_rectified > 2) == (policy == "sqrt")
+
+
+class Chain(nn.Sequential):
+    """Batch norms with a ReLU behind each, channels last."""
+
+    def __init__(self) -> None:
+        layers = [(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(4)]
+        super().__init__(nn.Conv2d(3, 16, 3), *(layer for three in layers for layer in three), nn.Conv2d(16, 4, 1))
+        self.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("policy", ["keep", "sqrt", "vdnn-all"])
+def test_the_backward_of_a_relu_adds_up_for_the_batch_norm_behind_it(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_that_are_exact(monkeypatch)
+    assert_same_as_eager(Chain(), inputs, policy=policy)
+    model = memfit.fit(Chain(), policy=policy)
+    model(*inputs(4)).sum().backward()
+    text = model.memfit.code  # type: ignore[union-attr]
+    assert text.count(", sums = stand_ins.gate_and_add_up(") == text.count(", sums=sums)") > 0
+    assert policy != "keep" or text.count(", sums=sums)") == 4
 
 
 def test_a_relu_that_somebody_reads_the_other_side_of_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

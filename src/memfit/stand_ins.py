@@ -100,7 +100,7 @@ class _BatchNormBackward(ctypes.Structure):
     """`struct batch_norm_backward` of native/kernels/kernels.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("grad_out", "input", "weight", "mean", "invstd")),
+        *((name, ctypes.c_void_p) for name in ("grad_out", "input", "weight", "mean", "invstd", "gate", "sums")),
         *((name, ctypes.c_void_p) for name in ("grad_in", "grad_weight", "grad_bias")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_channels", "num_parts")),
     )
@@ -128,6 +128,7 @@ def _compiled() -> ctypes.CDLL | None:
             (library.memfit_batch_norm_rows, _BatchNorm),
             (library.memfit_renormalise, _BatchNorm),
             (library.memfit_renormalise_rows, _BatchNorm),
+            (library.memfit_batch_norm_rows_sums, _BatchNormBackward),
             (library.memfit_batch_norm_rows_backward, _BatchNormBackward),
             (library.memfit_max_pool, _MaxPool),
         ):
@@ -235,12 +236,11 @@ def native_batch_norm_backward(
     train: bool,
     eps: float,
     output_mask: list[bool],
+    sums: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of such a batch norm whose channels are last in memory."""
+    """The gradients of such a batch norm whose channels are last in memory; from sums, if somebody has them."""
     library = kernels()
-    # Of channels that do not fill a vector torch's compiler rounds otherwise.
-    is_served = train and all(output_mask) and input.shape[1] % _VECTOR == 0
-    is_served = is_served and has_channels_last(input) and has_channels_last(grad_out)
+    is_served = train and all(output_mask) and _are_rows(grad_out, input)
     vectors = [vector for vector in (weight, save_mean, save_invstd) if vector is not None and _is_plain(vector)]
     if library is None or not is_served or len(vectors) < 3:
         made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm_backward.default(
@@ -251,7 +251,10 @@ def native_batch_norm_backward(
     grads = torch.empty_like(input), input.new_empty(num_channels), input.new_empty(num_channels)
     library.memfit_batch_norm_rows_backward(
         _BatchNormBackward(
-            *(tensor.data_ptr() for tensor in (grad_out, input, *vectors, *grads)),
+            *(tensor.data_ptr() for tensor in (grad_out, input, *vectors)),
+            None,
+            None if sums is None else sums.data_ptr(),
+            *(tensor.data_ptr() for tensor in grads),
             input.numel() // num_channels,
             num_channels,
             torch.get_num_threads(),
@@ -259,6 +262,41 @@ def native_batch_norm_backward(
         _num_threads(input),
     )
     return grads
+
+
+def gate_and_add_up(
+    grad: torch.Tensor, gate: torch.Tensor, threshold: float, input: torch.Tensor, mean: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A ReLU's backward in place, and in the same go the sums for the backward of the batch norm before it.
+
+    The sums are None where there is no kernel for them.
+    """
+    library = kernels()
+    if library is None or threshold != 0 or not _are_rows(grad, gate, input) or not _is_plain(mean):
+        return torch.ops.aten.threshold_backward.grad_input(grad, gate, threshold, grad_input=grad), None
+    num_channels = input.shape[1]
+    sums = input.new_empty(2, num_channels)
+    library.memfit_batch_norm_rows_sums(
+        _BatchNormBackward(
+            grad_out=grad.data_ptr(),
+            input=input.data_ptr(),
+            mean=mean.data_ptr(),
+            gate=gate.data_ptr(),
+            sums=sums.data_ptr(),
+            num_rows=input.numel() // num_channels,
+            num_channels=num_channels,
+            num_parts=torch.get_num_threads(),
+        ),
+        _num_threads(input),
+    )
+    return grad, sums
+
+
+def _are_rows(*maps: torch.Tensor) -> bool:
+    """True if a kernel for gradients can go through these side by side."""
+    # Of channels that do not fill a vector torch's compiler rounds otherwise.
+    is_whole = maps[0].shape[1] % _VECTOR == 0
+    return is_whole and all(each.shape == maps[0].shape and has_channels_last(each) for each in maps)
 
 
 def bernoulli_(self: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> torch.Tensor:

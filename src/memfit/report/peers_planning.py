@@ -76,10 +76,10 @@ class SmallestBudget:
 class Search:
     """Plans of one network by one policy, with prices measured here."""
 
-    def __init__(self, policy: str, network: str, *, batch: int | None, image: int | None, seed: int) -> None:
+    def __init__(self, policy: str, network: str, **loaded: Any) -> None:
         require_policy(policy)
         self._policy = policy
-        model, call = TrainingStep.of(zoo.load(network, batch=batch, image=image, seed=seed))
+        model, call = TrainingStep.of(zoo.load(network, **loaded))
         # A budget that everything fits: what is wanted are the step and its prices, as the policy would be given them.
         fit(model, policy=policy, budget=_AMPLE_BYTES)
         model(*call)

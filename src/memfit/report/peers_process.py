@@ -23,11 +23,12 @@ class ArmFailed(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A network at a size; None is the zoo's own."""
+    """A network at a size; None is the zoo's own. With channels_last that is how all arms have their images."""
 
     network: str
     batch: int | None = None
     image: int | None = None
+    channels_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Workers:
             "network": case.network,
             "batch": case.batch,
             "image": case.image,
+            "channels_last": case.channels_last,
             "seed": self.seed,
             "threads": self.threads,
             "steps": self.steps,

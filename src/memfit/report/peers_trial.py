@@ -72,9 +72,9 @@ class Trial:
         return asdict(self)
 
 
-def try_out(setting: Setting, network: str, *, batch: int | None, image: int | None, steps: int, seed: int) -> Trial:
+def try_out(setting: Setting, network: str, *, steps: int, seed: int, **loaded: Any) -> Trial:
     """Train `network` in eager and by that setting, `steps` timed steps and some before them."""
-    model, call = TrainingStep.of(zoo.load(network, batch=batch, image=image, seed=seed))
+    model, call = TrainingStep.of(zoo.load(network, seed=seed, **loaded))
 
     def arm_by(chosen: Setting | None) -> Arm:
         options = None if chosen is None else chosen.options

@@ -43,7 +43,7 @@ def main() -> None:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     if request["threads"] is not None:
         torch.set_num_threads(request["threads"])
-    sizes = {name: request[name] for name in ("batch", "image", "seed")}
+    sizes = {name: request[name] for name in ("batch", "image", "seed", "channels_last")}
     match request["task"]:
         case "peak":
             return _peak(Setting.from_dict(request["setting"]), request["network"], **sizes)
@@ -59,14 +59,14 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
             raise AssertionError(f"task {task!r}")
 
 
-def _peak(setting: Setting, network: str, *, batch: int | None, image: int | None, seed: int) -> dict[str, Any]:
+def _peak(setting: Setting, network: str, **loaded: Any) -> dict[str, Any]:
     """How far this process grows in a step that starts without gradients: in all, and without the gradients.
 
     `pinned_step_s` is under a pinned malloc: it says which of two settings of one peer is the faster, no more.
     """
-    model, call = TrainingStep.of(zoo.load(network, batch=batch, image=image, seed=seed))
+    model, call = TrainingStep.of(zoo.load(network, **loaded))
     setting.apply(model)
-    torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(loaded["seed"])
     seconds: list[float] = []
     found: dict[str, int] = {}
 

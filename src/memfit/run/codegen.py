@@ -17,7 +17,8 @@ A storage that has been dropped can come back: a re-run makes its base value aga
 a later life the base alone is carried from function to function, and views are rebuilt on it where they are read.
 
 A ReLU that comes next after a batch norm of ours, and overwrites its result, is left to the batch norm: one pass over
-memory instead of two. Nothing is held longer or shorter by that.
+memory instead of two. The backward of such a ReLU, in place, adds up on its way what the backward of the batch norm,
+which comes next, has to know. Nothing is held longer or shorter by that, but for two numbers for each channel.
 
 Observed code also calls `P(number, tensors)` after every instruction: its number, and what it made by storage. P is
 `S['P']`, so that each call has an observer of its own.
@@ -36,6 +37,7 @@ import torch
 from memfit import operators, stand_ins
 from memfit.capture.ghosts import make_ghost
 from memfit.capture.rerun_form import RENORMALISE, rerun_form
+from memfit.capture.schemas import named_operands
 from memfit.capture.step import Ghost, Op, Opaque, Ref, Step
 from memfit.plan.program import (
     Boundary,
@@ -57,7 +59,8 @@ from memfit.tiers.tier import Tier
 _MAX_GIVES = 2
 
 _BATCH_NORM = stand_ins.STAND_INS["aten.native_batch_norm.default"]
-_RELU = "aten.relu_.default"
+_BATCH_NORM_BACKWARD = stand_ins.STAND_INS["aten.native_batch_norm_backward.default"]
+_RELU, _GATE = "aten.relu_.default", "aten.threshold_backward.grad_input"
 
 
 Numbered = tuple[int, Instruction]
@@ -235,6 +238,7 @@ class _Writer:
         self.bases: dict[int, str] = {}
         self.place = 0
         self.lines: list[str] = []
+        self.has_sums = False  # of the batch norm whose backward comes next
 
     def forward(self, body: tuple[Numbered, ...]) -> list[str]:
         self._begin("def forward(S, I):", 0)
@@ -295,8 +299,9 @@ class _Writer:
                         note = "  (again)" if again else ""
                         self._line(f"# {op.path or '(root)'}  {op.source}".rstrip() + note)
                     form = rerun_form(op) if again else op
-                    rectified = None if self.observed else self._rectified(form, islice(body, place + 1, None))
-                    self._run(number, index, form, is_rectified=rectified is not None)
+                    following = None if self.observed else self._following(islice(body, place + 1, None))
+                    rectified = self._rectified(form, following)
+                    self._run(number, index, form, is_rectified=rectified is not None, following=following)
                 case Free(storage):
                     self._free(storage)
                     self._observe(number)
@@ -320,15 +325,25 @@ class _Writer:
                 case Give() | Boundary():
                     raise AssertionError(instruction)
 
-    def _rectified(self, op: Op, after: Iterator[Numbered]) -> int | None:
-        """The result of a batch norm that the next op is a ReLU of, in place; all that may come before is freeing."""
-        is_ours = op.stand_in == _BATCH_NORM or op.target == RENORMALISE
-        if not is_ours or self.step.values[op.made[0]].storage in self.live:
-            return None
+    def _following(self, after: Iterator[Numbered]) -> Op | None:
+        """The op that is run for the first time or again as soon as something has been freed."""
         following = next((each for _, each in after if not isinstance(each, Free)), None)
-        follower = self.step.ops[following.op] if isinstance(following, Run) else None
-        is_relu = follower is not None and follower.target == _RELU and follower.args == (Ref(op.made[0]),)
-        return op.made[0] if is_relu else None
+        return self.step.ops[following.op] if isinstance(following, Run) else None
+
+    def _rectified(self, op: Op, following: Op | None) -> int | None:
+        """The result of a batch norm of ours that the following op is a ReLU of, in place."""
+        is_ours = op.stand_in == _BATCH_NORM or op.target == RENORMALISE
+        if not is_ours or following is None or self.step.values[op.made[0]].storage in self.live:
+            return None
+        return op.made[0] if following.target == _RELU and following.args == (Ref(op.made[0]),) else None
+
+    def _adds_up(self, op: Op, following: Op | None) -> tuple[Any, Any] | None:
+        """The input and the mean of a batch norm whose backward follows on that of a ReLU, in place."""
+        if op.target != _GATE or following is None or following.stand_in != _BATCH_NORM_BACKWARD:
+            return None
+        named = named_operands(following)
+        is_next = named["grad_out"] == Ref(op.made[0]) and op.kwargs == (("grad_input", op.args[0]),)
+        return (named["input"], named["save_mean"]) if is_next else None
 
     def _rename(self, value: int, op: Op) -> None:
         """What an op that has been done made of a value: the value itself."""
@@ -337,12 +352,24 @@ class _Writer:
         self.local.add(made)
         self._carry(made)
 
-    def _run(self, number: int, index: int, op: Op, *, is_rectified: bool = False) -> None:
+    def _run(self, number: int, index: int, op: Op, *, is_rectified: bool = False, following: Op | None = None) -> None:
         for value in dict.fromkeys(op.reads()):
             self._fetch(value)
+        if (added := self._adds_up(op, following)) is not None:
+            for ref in added:
+                self._fetch(ref.value)
+            gated, gate, threshold, input, mean = (self._text(arg) for arg in (*op.args, *added))
+            call = f"stand_ins.gate_and_add_up({gated}, {gate}, {threshold}, {input}, {mean})"
+            self._line(f"{self._name(op.made[0])}, sums = {call}")
+            self.local.add(op.made[0])
+            self._carry(op.made[0])
+            self.has_sums = True
+            return
         arguments = [self._text(arg) for arg in op.args]
         arguments += [f"{key}={self._text(arg)}" for key, arg in op.kwargs]
         arguments += ["is_rectified=True"] if is_rectified else []
+        arguments += ["sums=sums"] if self.has_sums else []
+        self.has_sums = False
         call = f"{self._function(op)}({', '.join(arguments)})"
         names: list[str] = []
         made: dict[int, str] = {}

@@ -23,8 +23,7 @@ error as in eager. Outputs are kept as aliases that share the version counter; t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,16 +108,24 @@ class Call:
                 self._watch.resume()
             self._slices = self._start()
         # As a rule backward is called that way, and to see to it takes longer than to look.
-        is_bare = not torch.is_grad_enabled() and not any(map(torch.is_autocast_enabled, self._devices))
-        with nullcontext() if is_bare else _bare(self._devices):
-            while self._next <= handover.slice:
-                made = self._slices[self._next](self.values)
-                self._held.update({(self._next, slot): gradient for slot, gradient in enumerate(made)})
-                self._next += 1
-                del made
+        if torch.is_grad_enabled() or any(map(torch.is_autocast_enabled, self._devices)):
+            with torch.no_grad(), no_autocast(self._devices):
+                made = self._run_up_to(self._slices, handover)
+        else:
+            made = self._run_up_to(self._slices, handover)
         if self._watch is not None and self._next == len(self._slices):
             self._watch.end()
             self._watch = None
+        return made
+
+    def _run_up_to(self, slices: Sequence[Slice], handover: Handover) -> list[Any]:
+        while self._next <= handover.slice:
+            made = slices[self._next](self.values)
+            self._next += 1
+            if self._next > handover.slice and len(made) == len(handover.slots):
+                return [made[slot] for slot in handover.slots]
+            self._held.update({(self._next - 1, slot): gradient for slot, gradient in enumerate(made)})
+            del made
         return [self._held.pop((handover.slice, slot)) for slot in handover.slots]
 
     def _start(self) -> Sequence[Slice]:
@@ -144,12 +151,6 @@ class Call:
             if tangent_name is not None and tangent is not None:
                 self.values[tangent_name] = tangent
         return slices
-
-
-@contextmanager
-def _bare(devices: tuple[str, ...]) -> Iterator[None]:
-    with torch.no_grad(), no_autocast(devices):
-        yield
 
 
 class _Link(torch.autograd.Function):

@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +48,7 @@ def load(
     image: int | None = None,
     device: str | torch.device = "cpu",
     seed: int = 0,
+    channels_last: bool = False,
 ) -> Example:
     """Make the network `name` and its example data on `device`, from `seed`.
 
@@ -57,8 +58,11 @@ def load(
     `batch`, `image`, `device` and `seed` that it takes. One without `device` has what it returns moved there; one
     without `batch` or `image` cannot be loaded with that option.
 
-    Weights are drawn on the CPU from `seed`, and the global random state is as it was afterwards.
+    Weights are drawn on the CPU from `seed`, and the global random state is as it was afterwards. With `channels_last`
+    images and the weights of convolutions are laid out that way.
     """
+    if channels_last:
+        return _with_channels_last(load(name, batch=batch, image=image, device=device, seed=seed))
     if ":" in name:
         return _load_own(name, batch=batch, image=image, device=device, seed=seed)
     network = spec(name)
@@ -69,6 +73,21 @@ def load(
         start = "meta" if torch.device(device).type == "meta" else "cpu"
         model = build(name, device=start, **network.fitting(image)).to(device)
     return Example(name, model, args, {}, data.targets(name, **given), data.loss(name))
+
+
+def _with_channels_last(example: Example) -> Example:
+    def laid_out(arg: Any) -> Any:
+        is_images = isinstance(arg, Tensor) and arg.dim() == 4
+        return arg.contiguous(memory_format=torch.channels_last) if is_images else arg
+
+    args = tuple(map(laid_out, example.args))
+    kwargs = {name: laid_out(arg) for name, arg in example.kwargs.items()}
+    if not any(isinstance(arg, Tensor) and arg.dim() == 4 for arg in (*args, *kwargs.values())):
+        raise BadExample(
+            f"{example.name} is given no images (tensors of four dimensions): it has no channels to be last."
+        )
+    example.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
+    return replace(example, args=args, kwargs=kwargs)
 
 
 def _load_own(name: str, *, batch: int | None, image: int | None, device: str | torch.device, seed: int) -> Example:

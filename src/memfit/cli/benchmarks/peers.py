@@ -56,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", metavar="N|NET=N,...", help="batch of all networks, or of each that is named")
     parser.add_argument("--image", metavar="S|NET=S,...", help="image side or sequence length, likewise")
     parser.add_argument(
+        "--channels-last",
+        action="store_true",
+        help="images with channels last, in all arms alike (default: of all the networks, those that take images)",
+    )
+    parser.add_argument(
         "--steps", type=positive, default=_STEPS, metavar="K", help="timed; long ones fewer (default: %(default)s)"
     )
     parser.add_argument("--memory-budgets", metavar="X,Y,...", help=f"of torch.compile (default: {_MEMORY_BUDGETS})")
@@ -78,12 +83,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Exit code 0, or 1 if a step of ours was not exact or auto was above its budget."""
-    networks = networks_asked_for(arguments.networks) or list(SIZES)
+    networks = networks_asked_for(arguments.networks) or [
+        name for name in SIZES if _has_images(name) or not arguments.channels_last
+    ]
     peers = _peers(arguments.peers)
     batches = _sizes("--batch", arguments.batch, networks)
     images = _sizes("--image", arguments.image, networks)
     memory_budgets = _memory_budgets(arguments, peers)
     shares = {name: _shares(arguments.share, name) for name in networks}
+    without_images = [name for name in networks if not _has_images(name)]
+    if arguments.channels_last and without_images:
+        raise BadOption(f"--channels-last: {', '.join(without_images)} takes no images. Leave it out of --networks")
     for name, image in images.items():
         zoo.spec(name).check_image(image)
     workers = Workers(
@@ -94,7 +104,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         published = zoo.spec(name)
         batch, image = SIZES.get(name, (published.batch, published.image))
         contest = Contest(
-            Case(name, batches.get(name, batch), images.get(name, image)),
+            Case(name, batches.get(name, batch), images.get(name, image), arguments.channels_last),
             workers,
             memory_budgets=memory_budgets,
             sweep=arguments.sweep or FIRST,
@@ -103,12 +113,16 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         found.append(contest.compare(peers, shares[name]))
         screen.note(in_a_line(found[-1]))
     screen.done()
-    report = _report(found, arguments.threads)
+    report = _report(found, arguments.threads) | {"channels_last": arguments.channels_last}
     if screen.json:
         screen.object(report)
     else:
         print_peers(found, screen)
     return 0 if _promises_kept(found) else 1
+
+
+def _has_images(network: str) -> bool:
+    return zoo.spec(network).task != "next_token"
 
 
 def _report(found: Sequence[Comparison], threads: int | None) -> dict[str, Any]:

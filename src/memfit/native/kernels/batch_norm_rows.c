@@ -5,21 +5,24 @@
  * the same numbers. Here a few channels at a time are gone through, so that they are still in the cache the next time,
  * and threads have channels of their own; the parts are kept apart all the same, as that is what bits depend on. */
 #include <math.h>
+#include <string.h>
 
 #include "kernels.h"
 
 enum { WIDTH = 8, BLOCK = 4 * WIDTH /* channels at a time */, AHEAD = 16 /* rows that are fetched before their turn */ };
 
 struct rows {
-    const float *in, *grad; /* without a gradient, what is added up is that of the forward pass */
+    const float *in;
+    float *grad; /* without one, what is added up is that of the forward pass */
+    const float *gate;
     int64_t count, stride;
 };
 
-static struct rows part_of(const float *in, const float *grad, int64_t num_rows, int64_t stride, int64_t num_parts,
-                           int64_t part) {
-    int64_t length = (num_rows + num_parts - 1) / num_parts;
-    int64_t begin = least(part * length, num_rows), end = least(begin + length, num_rows);
-    return (struct rows){in + begin * stride, grad ? grad + begin * stride : NULL, end - begin, stride};
+static struct rows part_of(struct rows all, int64_t num_parts, int64_t part) {
+    int64_t length = (all.count + num_parts - 1) / num_parts;
+    int64_t begin = least(part * length, all.count), end = least(begin + length, all.count), at = begin * all.stride;
+    return (struct rows){all.in + at, all.grad ? all.grad + at : NULL, all.gate ? all.gate + at : NULL, end - begin,
+                         all.stride};
 }
 
 /* Add up some channels over a part's rows: elements, squared distances from the means if there are any; with a
@@ -29,10 +32,13 @@ static void plain_sums(struct rows of, int64_t width, const float *means, float 
         sums[c] = products[c] = 0;
     for (int64_t r = 0; r < of.count; r++)
         for (int64_t c = 0; c < width; c++) {
-            float x = of.in[r * of.stride + c], distance = means ? x - means[c] : 0;
+            int64_t at = r * of.stride + c;
+            float x = of.in[at], distance = means ? x - means[c] : 0;
             if (of.grad) {
-                sums[c] += of.grad[r * of.stride + c];
-                products[c] = fmaf(distance, of.grad[r * of.stride + c], products[c]);
+                if (of.gate && of.gate[at] <= 0)
+                    of.grad[at] = 0;
+                sums[c] += of.grad[at];
+                products[c] = fmaf(distance, of.grad[at], products[c]);
             } else
                 sums[c] = means ? fmaf(distance, distance, sums[c]) : x + sums[c];
         }
@@ -76,12 +82,19 @@ INLINE WITH_AVX2 void sum_vectors(struct rows of, int num_vectors, const float *
         for (int v = 0; v < num_vectors; v += 2) {
             __builtin_prefetch(of.in + (r + AHEAD) * of.stride + v * WIDTH);
             if (of.grad)
-                __builtin_prefetch(of.grad + (r + AHEAD) * of.stride + v * WIDTH);
+                __builtin_prefetch(of.grad + (r + AHEAD) * of.stride + v * WIDTH, of.gate != NULL);
+            if (of.gate)
+                __builtin_prefetch(of.gate + (r + AHEAD) * of.stride + v * WIDTH);
         }
         for (int v = 0; v < num_vectors; v++) {
             __m256 x = _mm256_loadu_ps(of.in + r * of.stride + v * WIDTH), distance = _mm256_sub_ps(x, mean[v]);
             if (of.grad) {
                 __m256 grad = _mm256_loadu_ps(of.grad + r * of.stride + v * WIDTH);
+                if (of.gate) {
+                    __m256 gate = _mm256_loadu_ps(of.gate + r * of.stride + v * WIDTH);
+                    grad = _mm256_andnot_ps(_mm256_cmp_ps(gate, _mm256_setzero_ps(), _CMP_LE_OQ), grad);
+                    _mm256_storeu_ps(of.grad + r * of.stride + v * WIDTH, grad);
+                }
                 sum[v] = _mm256_add_ps(sum[v], grad);
                 product[v] = _mm256_fmadd_ps(distance, grad, product[v]);
             } else
@@ -126,14 +139,20 @@ INLINE WITH_AVX2 void slope_vectors(struct rows of, int num_vectors, const struc
     }
 }
 
-/* Each for a whole block of channels or a vector of them: of a number that is known the loops above are unrolled. */
+/* Each for a whole block of channels or a vector of them: of what is known here the loops above are made without asking
+ * again for each row. */
+#define SUM_UP(rows, means) \
+    width == BLOCK ? sum_vectors(rows, 4, means, sums, products) : sum_vectors(rows, 1, means, sums, products)
+
 WITH_AVX2 static void avx2_sums(struct rows of, int64_t width, const float *means, float *sums, float *products) {
-    if (of.grad)
-        width == BLOCK ? sum_vectors(of, 4, means, sums, products) : sum_vectors(of, 1, means, sums, products);
+    if (of.gate)
+        SUM_UP(of, means);
+    else if (of.grad)
+        SUM_UP(((struct rows){of.in, of.grad, NULL, of.count, of.stride}), means);
     else if (means)
-        width == BLOCK ? sum_vectors(of, 4, means, sums, products) : sum_vectors(of, 1, means, sums, products);
+        SUM_UP(((struct rows){of.in, NULL, NULL, of.count, of.stride}), means);
     else
-        width == BLOCK ? sum_vectors(of, 4, NULL, sums, products) : sum_vectors(of, 1, NULL, sums, products);
+        SUM_UP(((struct rows){of.in, NULL, NULL, of.count, of.stride}), NULL);
 }
 
 WITH_AVX2 static void avx2_scale(struct rows of, int64_t width, const struct lines *by, float *out) {
@@ -161,8 +180,12 @@ static void add_up(struct rows of, int64_t width, int are_vectors, const float *
     plain_sums(of, width, means, sums, products);
 }
 
+static struct rows rows_of(const struct batch_norm *of, int64_t channel) {
+    return (struct rows){of->in + channel, NULL, NULL, of->num_samples * of->image_size, of->num_channels};
+}
+
 static void scale_rows(const struct batch_norm *of, int64_t channel, int64_t width, int are_vectors) {
-    struct rows rows = part_of(of->in + channel, NULL, of->num_samples * of->image_size, of->num_channels, 1, 0);
+    struct rows rows = rows_of(of, channel);
     struct lines by = {.lowest = lowest_of(of)};
     for (int64_t c = 0; c < width; c++)
         memfit_line_of(of, channel + c, &by.alpha[c], &by.beta[c]);
@@ -177,7 +200,7 @@ static void scale_rows(const struct batch_norm *of, int64_t channel, int64_t wid
 
 static void normalise_rows(void *given, int64_t begin, int64_t end) {
     const struct batch_norm *of = given;
-    int64_t num_rows = of->num_samples * of->image_size, stride = of->num_channels, width;
+    int64_t num_rows = of->num_samples * of->image_size, width;
     for (int64_t channel = begin; channel < end; channel += width) {
         int are_vectors;
         width = width_of(end - channel, &are_vectors);
@@ -185,8 +208,8 @@ static void normalise_rows(void *given, int64_t begin, int64_t end) {
         for (int is_var = 0; is_var < 2; is_var++) {
             double totals[BLOCK] = {0};
             for (int64_t part = 0; part < of->num_parts; part++) {
-                struct rows rows = part_of(of->in + channel, NULL, num_rows, stride, of->num_parts, part);
-                add_up(rows, width, are_vectors, is_var ? means : NULL, sums, unused);
+                add_up(part_of(rows_of(of, channel), of->num_parts, part), width, are_vectors,
+                       is_var ? means : NULL, sums, unused);
                 for (int64_t c = 0; c < width; c++)
                     totals[c] += sums[c];
             }
@@ -210,36 +233,67 @@ static void renormalise_rows(void *given, int64_t begin, int64_t end) {
     }
 }
 
+static struct rows rows_behind(const struct batch_norm_backward *of, int64_t channel) {
+    const float *gate = of->gate ? of->gate + channel : NULL;
+    return (struct rows){of->in + channel, of->grad_out + channel, gate, of->num_rows, of->num_channels};
+}
+
+static void sums_behind(const struct batch_norm_backward *of, int64_t channel, int64_t width, int are_vectors,
+                        float *sums, float *products) {
+    double total_sums[BLOCK] = {0}, total_products[BLOCK] = {0};
+    for (int64_t part = 0; part < of->num_parts; part++) {
+        struct rows rows = part_of(rows_behind(of, channel), of->num_parts, part);
+        add_up(rows, width, are_vectors, of->mean + channel, sums, products);
+        for (int64_t c = 0; c < width; c++) {
+            total_sums[c] += sums[c];
+            total_products[c] += products[c];
+        }
+    }
+    for (int64_t c = 0; c < width; c++) {
+        sums[c] = (float)total_sums[c];
+        products[c] = (float)total_products[c];
+    }
+}
+
+static void add_up_rows(void *given, int64_t begin, int64_t end) {
+    const struct batch_norm_backward *of = given;
+    int64_t width;
+    for (int64_t channel = begin; channel < end; channel += width) {
+        int are_vectors;
+        float sums[BLOCK], products[BLOCK];
+        width = width_of(end - channel, &are_vectors);
+        sums_behind(of, channel, width, are_vectors, sums, products);
+        memcpy(of->sums + channel, sums, (size_t)width * sizeof *sums);
+        memcpy(of->sums + of->num_channels + channel, products, (size_t)width * sizeof *products);
+    }
+}
+
 static void slope_rows(void *given, int64_t begin, int64_t end) {
     const struct batch_norm_backward *of = given;
-    int64_t stride = of->num_channels, width;
+    int64_t width;
     float num_rows = (float)of->num_rows;
     for (int64_t channel = begin; channel < end; channel += width) {
         int are_vectors;
         width = width_of(end - channel, &are_vectors);
-        float sums[BLOCK], products[BLOCK];
-        double total_sums[BLOCK] = {0}, total_products[BLOCK] = {0};
-        for (int64_t part = 0; part < of->num_parts; part++) {
-            struct rows rows =
-                part_of(of->in + channel, of->grad_out + channel, of->num_rows, stride, of->num_parts, part);
-            add_up(rows, width, are_vectors, of->mean + channel, sums, products);
-            for (int64_t c = 0; c < width; c++) {
-                total_sums[c] += sums[c];
-                total_products[c] += products[c];
-            }
-        }
+        float made[2][BLOCK];
+        const float *sums = made[0], *products = made[1];
+        if (of->sums) {
+            sums = of->sums + channel;
+            products = sums + of->num_channels;
+        } else
+            sums_behind(of, channel, width, are_vectors, made[0], made[1]);
         struct slopes by;
         for (int64_t c = 0; c < width; c++) {
-            float sum = (float)total_sums[c], product = (float)total_products[c], invstd = of->invstd[channel + c];
-            of->grad_bias[channel + c] = sum;
-            of->grad_weight[channel + c] = product * invstd;
+            float invstd = of->invstd[channel + c];
+            of->grad_bias[channel + c] = sums[c];
+            of->grad_weight[channel + c] = products[c] * invstd;
             by.mean[c] = of->mean[channel + c];
-            by.k[c] = product * invstd * invstd / num_rows;
-            by.grad_mean[c] = sum / num_rows;
+            by.k[c] = products[c] * invstd * invstd / num_rows;
+            by.grad_mean[c] = sums[c] / num_rows;
             by.invstd[c] = invstd;
             by.weight[c] = of->weight[channel + c];
         }
-        struct rows rows = part_of(of->in + channel, of->grad_out + channel, of->num_rows, stride, 1, 0);
+        struct rows rows = rows_behind(of, channel);
 #ifdef MEMFIT_FOR_AVX2
         if (are_vectors) {
             avx2_slope(rows, width, &by, of->grad_in + channel);
@@ -252,6 +306,10 @@ static void slope_rows(void *given, int64_t begin, int64_t end) {
 
 void memfit_batch_norm_rows(const struct batch_norm *of, int num_threads) {
     memfit_share_out(normalise_rows, (void *)of, of->num_channels, WIDTH, num_threads);
+}
+
+void memfit_batch_norm_rows_sums(const struct batch_norm_backward *of, int num_threads) {
+    memfit_share_out(add_up_rows, (void *)of, of->num_channels, WIDTH, num_threads);
 }
 
 void memfit_batch_norm_rows_backward(const struct batch_norm_backward *of, int num_threads) {

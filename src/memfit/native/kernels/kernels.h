@@ -29,7 +29,10 @@ struct batch_norm {
 };
 
 struct batch_norm_backward { /* channels last */
-    const float *grad_out, *in, *weight, *mean, *invstd;
+    float *grad_out; /* with a gate, it is zero where the gate is not positive, and written back */
+    const float *in, *weight, *mean, *invstd;
+    const float *gate;
+    float *sums; /* of the gradient by channel, then of its products with the distances from the mean; may be missing */
     float *grad_in, *grad_weight, *grad_bias;
     int64_t num_rows, num_channels, num_parts;
 };
@@ -50,6 +53,10 @@ void memfit_batch_norm_rows(const struct batch_norm *of, int num_threads); /* ch
 void memfit_renormalise(const struct batch_norm *of, int num_threads);
 void memfit_renormalise_rows(const struct batch_norm *of, int num_threads); /* channels last */
 
+
+/* The sums for its backward, which ask for no more than the gradient, the input, the mean, and the gate if there is one;
+ * and its backward, with these sums or by itself. */
+void memfit_batch_norm_rows_sums(const struct batch_norm_backward *of, int num_threads);
 void memfit_batch_norm_rows_backward(const struct batch_norm_backward *of, int num_threads);
 void memfit_max_pool(const struct max_pool *of, int num_threads);
 
