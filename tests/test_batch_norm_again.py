@@ -77,10 +77,11 @@ def test_the_result_is_made_again_bit_for_bit(
 def test_the_self_test_finds_out_a_form_that_is_not_the_same(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def by_multiplying(x: Any, weight: Any, bias: Any, mean: Any, invstd: Any) -> torch.Tensor:
+    def by_multiplying(x: Any, weight: Any, bias: Any, mean: Any, invstd: Any, is_rectified: bool) -> torch.Tensor:
         column = [1, -1, *[1] * (x.dim() - 2)]
         alpha = invstd * weight
-        return x * alpha.view(column) + (bias - mean * alpha).view(column)
+        made: torch.Tensor = x * alpha.view(column) + (bias - mean * alpha).view(column)
+        return made.relu() if is_rectified else made
 
     monkeypatch.setattr(operators, "renormalise", by_multiplying)
     norm = (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(shape[1])

@@ -109,6 +109,15 @@ def test_defaults(asked: list[Any]) -> None:
     assert found["smallest"][0]["network"] == "vgg16_bn" and found["smallest"][0]["proven_bytes"] == 9 * 10**8
 
 
+def test_with_channels_last_all_arms_have_it(asked: list[Any]) -> None:
+    assert json.loads(run("--channels-last")[1])["channels_last"] is True
+    assert [contest.case.network for contest, _, _ in asked] == ["vgg16_bn", "resnet50", "densenet121", "unet"]
+    assert all(contest.case.channels_last for contest, _, _ in asked)
+    assert json.loads(run("--networks", "unet")[1])["channels_last"] is False
+    tables = run("--networks", "unet", "--channels-last", is_json=False)[1]
+    assert "unet, batch 2, image 256, channels last\n" in tables
+
+
 def test_each_network_is_told_of_as_soon_as_it_is_done(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     run("--networks", "unet,gpt2", "--share", "50%")
     row = "eager 1.050 (100%), compile-aot-eager 1.200~ (50%), compile-inductor failed (50%), auto 1.050 (50%)"
@@ -147,6 +156,7 @@ def test_options_reach_what_is_measured(asked: list[Any]) -> None:
         (("--peers", "auto", "--memory-budgets", "0.5"), "--memory-budgets: without effect"),
         (("--memory-budgets", "0.5,2"), "give numbers from 0 to 1"),
         (("--memory-budgets", "half"), "give numbers from 0 to 1"),
+        (("--networks", "unet,gpt2", "--channels-last"), "--channels-last: gpt2 takes no images. Leave it out"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_measured(

@@ -221,6 +221,15 @@ def test_load_makes_a_whole_step_from_its_seed() -> None:
     assert torch.isfinite(a.loss(a.model(*a.args, **a.kwargs), *a.targets))
 
 
+def test_load_lays_images_out_with_channels_last() -> None:
+    plain, last = (zoo.load("vgg11", batch=2, image=32, channels_last=is_last) for is_last in (False, True))
+    assert torch.equal(plain.args[0], last.args[0]) and last.args[0].stride()[1] == 1
+    weights = [(a, b) for a, b in zip(plain.model.parameters(), last.model.parameters(), strict=True) if a.dim() == 4]
+    assert weights and all(torch.equal(a, b) and b.stride()[1] == 1 for a, b in weights)
+    with pytest.raises(zoo.BadExample, match="gpt2 is given no images"):
+        zoo.load("gpt2", batch=1, image=16, device="meta", channels_last=True)
+
+
 @pytest.mark.parametrize(("name", "image"), [("vit_b16", 64), ("gpt2", 1040), ("gpt2", 64)])
 def test_load_fits_learned_positions_to_the_image(name: str, image: int) -> None:
     example = zoo.load(name, batch=1, image=image, device="meta")

@@ -16,9 +16,7 @@ function that reads it. `del` frees a storage at its last use.
 A storage that has been dropped can come back: a re-run makes its base value again, or a tier brings its bytes. In such
 a later life the base alone is carried from function to function, and views are rebuilt on it where they are read.
 
-A ReLU that comes next after a batch norm of ours, and overwrites its result, is left to the batch norm: one pass over
-memory instead of two. The backward of such a ReLU, in place, adds up on its way what the backward of the batch norm,
-which comes next, has to know. Nothing is held longer or shorter by that, but for two numbers for each channel.
+Neighbours that are done in one pass are written as one call, see neighbours.py.
 
 Observed code also calls `P(number, tensors)` after every instruction: its number, and what it made by storage. P is
 `S['P']`, so that each call has an observer of its own.
@@ -37,7 +35,6 @@ import torch
 from memfit import operators, stand_ins
 from memfit.capture.ghosts import make_ghost
 from memfit.capture.rerun_form import RENORMALISE, rerun_form
-from memfit.capture.schemas import named_operands
 from memfit.capture.step import Ghost, Op, Opaque, Ref, Step
 from memfit.plan.program import (
     Boundary,
@@ -53,14 +50,11 @@ from memfit.plan.program import (
 )
 from memfit.run import kernels
 from memfit.run.aliases import alias, as_captured
+from memfit.run.neighbours import is_rectified, to_add_up
 from memfit.tiers.tier import Tier
 
 # The autograd engine keeps the order of two gradients returned together; of more it may not.
 _MAX_GIVES = 2
-
-_BATCH_NORM = stand_ins.STAND_INS["aten.native_batch_norm.default"]
-_BATCH_NORM_BACKWARD = stand_ins.STAND_INS["aten.native_batch_norm_backward.default"]
-_RELU, _GATE = "aten.relu_.default", "aten.threshold_backward.grad_input"
 
 
 Numbered = tuple[int, Instruction]
@@ -238,7 +232,6 @@ class _Writer:
         self.bases: dict[int, str] = {}
         self.place = 0
         self.lines: list[str] = []
-        self.has_sums = False  # of the batch norm whose backward comes next
 
     def forward(self, body: tuple[Numbered, ...]) -> list[str]:
         self._begin("def forward(S, I):", 0)
@@ -287,6 +280,7 @@ class _Writer:
     def _body(self, body: tuple[Numbered, ...]) -> None:
         where = None
         rectified: int | None = None  # the value that the ReLU that comes next has nothing left to do to
+        has_sums = False  # for the batch norm whose backward comes next
         for place, (number, instruction) in enumerate(body):
             match instruction:
                 case Run(index, _) if rectified is not None:
@@ -300,8 +294,16 @@ class _Writer:
                         self._line(f"# {op.path or '(root)'}  {op.source}".rstrip() + note)
                     form = rerun_form(op) if again else op
                     following = None if self.observed else self._following(islice(body, place + 1, None))
-                    rectified = self._rectified(form, following)
-                    self._run(number, index, form, is_rectified=rectified is not None, following=following)
+                    if (added := to_add_up(form, following)) is not None:
+                        self._gate(form, added)
+                        has_sums = True
+                        continue
+                    # Not to what is there twice, and forgotten.
+                    is_first = bool(form.made) and self.step.values[form.made[0]].storage not in self.live
+                    rectified = form.made[0] if is_first and is_rectified(form, following) else None
+                    more = ["is_rectified=True"] * (rectified is not None) + ["sums=sums"] * has_sums
+                    self._run(number, index, form, more)
+                    has_sums = False
                 case Free(storage):
                     self._free(storage)
                     self._observe(number)
@@ -330,21 +332,6 @@ class _Writer:
         following = next((each for _, each in after if not isinstance(each, Free)), None)
         return self.step.ops[following.op] if isinstance(following, Run) else None
 
-    def _rectified(self, op: Op, following: Op | None) -> int | None:
-        """The result of a batch norm of ours that the following op is a ReLU of, in place."""
-        is_ours = op.stand_in == _BATCH_NORM or op.target == RENORMALISE
-        if not is_ours or following is None or self.step.values[op.made[0]].storage in self.live:
-            return None
-        return op.made[0] if following.target == _RELU and following.args == (Ref(op.made[0]),) else None
-
-    def _adds_up(self, op: Op, following: Op | None) -> tuple[Any, Any] | None:
-        """The input and the mean of a batch norm whose backward follows on that of a ReLU, in place."""
-        if op.target != _GATE or following is None or following.stand_in != _BATCH_NORM_BACKWARD:
-            return None
-        named = named_operands(following)
-        is_next = named["grad_out"] == Ref(op.made[0]) and op.kwargs == (("grad_input", op.args[0]),)
-        return (named["input"], named["save_mean"]) if is_next else None
-
     def _rename(self, value: int, op: Op) -> None:
         """What an op that has been done made of a value: the value itself."""
         made = op.made[0]
@@ -352,24 +339,21 @@ class _Writer:
         self.local.add(made)
         self._carry(made)
 
-    def _run(self, number: int, index: int, op: Op, *, is_rectified: bool = False, following: Op | None = None) -> None:
+    def _gate(self, op: Op, added: tuple[Ref, Ref]) -> None:
+        """The backward of a ReLU, in place, with the sums for a batch norm of that input and mean."""
+        for value in dict.fromkeys((*op.reads(), *(ref.value for ref in added))):
+            self._fetch(value)
+        operands = ", ".join(self._text(arg) for arg in (*op.args, *added))
+        self._line(f"{self._name(op.made[0])}, sums = stand_ins.gate_and_add_up({operands})")
+        self.local.add(op.made[0])
+        self._carry(op.made[0])
+
+    def _run(self, number: int, index: int, op: Op, more: list[str]) -> None:
+        """Write the call of an op, with these arguments behind its own."""
         for value in dict.fromkeys(op.reads()):
             self._fetch(value)
-        if (added := self._adds_up(op, following)) is not None:
-            for ref in added:
-                self._fetch(ref.value)
-            gated, gate, threshold, input, mean = (self._text(arg) for arg in (*op.args, *added))
-            call = f"stand_ins.gate_and_add_up({gated}, {gate}, {threshold}, {input}, {mean})"
-            self._line(f"{self._name(op.made[0])}, sums = {call}")
-            self.local.add(op.made[0])
-            self._carry(op.made[0])
-            self.has_sums = True
-            return
         arguments = [self._text(arg) for arg in op.args]
-        arguments += [f"{key}={self._text(arg)}" for key, arg in op.kwargs]
-        arguments += ["is_rectified=True"] if is_rectified else []
-        arguments += ["sums=sums"] if self.has_sums else []
-        self.has_sums = False
+        arguments += [f"{key}={self._text(arg)}" for key, arg in op.kwargs] + more
         call = f"{self._function(op)}({', '.join(arguments)})"
         names: list[str] = []
         made: dict[int, str] = {}

@@ -43,7 +43,8 @@ def in_a_line(comparison: Comparison) -> str:
 def _print_network(comparison: Comparison, screen: Screen) -> None:
     row = comparison.rows[0]
     sizes = "".join(f", {name} {size}" for name, size in (("batch", row.batch), ("image", row.image)) if size)
-    screen.line(f"{row.network}{sizes}")
+    layout = ", channels last" if comparison.case.channels_last else ""
+    screen.line(f"{row.network}{sizes}{layout}")
     screen.table(_HEADER, [_cells(row) for row in comparison.rows], right=("share", *_HEADER[3:8]))
     notes = [(row, text) for row in comparison.rows for text in _notes(row)]
     for row, text in notes:
