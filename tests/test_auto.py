@@ -302,7 +302,7 @@ def test_without_a_compiler_it_plans_too(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("vgg11_bn", "titan-x", ("60%", "80%")),
         ("resnet18", "v100-16gb", ("52%", "70%")),
-        ("unet", "rtx-4090", ("50%",)),
+        pytest.param("unet", "rtx-4090", ("50%",), marks=pytest.mark.slow),
         pytest.param("resnet50", "titan-x", ("25%", "40%", "60%", "80%"), marks=pytest.mark.slow),
         pytest.param("gpt2", "v100-16gb", ("25%", "40%", "60%", "80%"), marks=pytest.mark.slow),
         pytest.param("googlenet", "rtx-4090", ("25%", "40%", "60%", "80%"), marks=pytest.mark.slow),

@@ -27,8 +27,8 @@ def few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "batch"),
     [
-        ("resnet18", 16),
         ("gpt2", 8),
+        pytest.param("resnet18", 16, marks=pytest.mark.slow),
         pytest.param("densenet121", 8, marks=pytest.mark.slow),
         pytest.param("unet", 2, marks=pytest.mark.slow),
     ],

@@ -299,6 +299,7 @@ def test_gpt2_fits_the_smallest_budget_that_it_names(run_json: Run) -> None:
     assert (code, again["fits"], again["peak_bytes"], again["budget_bytes"]) == (0, True, smallest, smallest)
 
 
+@pytest.mark.slow
 def test_planning_a_network_too_large_to_run() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "memfit", "plan", "vgg416", "--batch", "32", *TITAN, "--json"],

@@ -136,7 +136,9 @@ def assert_twins(native: Evaluator, states: list[int], budget_bytes: int | None)
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "googlenet" else ()) for name in NETWORKS]
+)
 def test_networks_of_the_zoo(name: str) -> None:
     rng = random.Random(name)
     step = step_of(name)

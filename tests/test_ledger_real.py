@@ -75,7 +75,7 @@ def test_networks_of_the_zoo_hold_what_their_ledger_says(name: str) -> None:
     assert_plan_is_followed(model, inputs, "keep", batch=ALL[name][1], steps=1)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in LARGE else ()) for n in SMALL if n != "overfeat"]
 )

@@ -23,14 +23,8 @@ from memfit.plan.rerun import Reruns
 
 POLICIES = ("sqrt", "checkpoint-search", "checkpoint-search-peak", "rotor")
 NETWORKS = ("vgg16", "vgg16_bn", "resnet50", "densenet121", "unet", "darts", "gpt2")
-# The network that takes longest goes by one policy here, and by the others with the slow tests.
 CASES = [(name, policy) for name in NETWORKS for policy in POLICIES]
-CASES += [("inception_v3", "checkpoint-search-peak")]
-CASES += [
-    pytest.param("inception_v3", policy, marks=pytest.mark.slow)
-    for policy in POLICIES
-    if policy != "checkpoint-search-peak"
-]
+CASES += [pytest.param("inception_v3", policy, marks=pytest.mark.slow) for policy in POLICIES]  # it takes longest
 
 
 def titan(step: Step, **_: Any) -> Costs:

@@ -23,7 +23,10 @@ from memfit.plan.policies.registry import policy_named
 BUDGETED = ("sqrt", "checkpoint-search-peak", "rotor")
 NUM_BUDGETS = 20
 # Capturing and planning take 5 to 15 s each; vgg116, densenet121 and resnet152 are the same graphs, less or more deep.
-SLOW = ("vgg216", "vgg316", "vgg416", "densenet161", "densenet169", "densenet201", "resnet101")
+SLOW = (
+    *("vgg216", "vgg316", "vgg416", "densenet121", "densenet161", "densenet169", "densenet201"),
+    *("resnet101", "resnet152", "inception_v3"),
+)
 
 
 class Published:
@@ -110,7 +113,10 @@ def test_a_budget_below_the_floor_names_the_floor_and_its_op(policy: str) -> Non
     assert not plan_step(step, costs, policy=policy, budget=Budget(floor - 1)).fits
 
 
-@pytest.mark.parametrize(("name", "budget"), [("darts", "50%"), ("densenet121", "30%"), ("vit_b16", "40%")])
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [("darts", "50%"), pytest.param("densenet121", "30%", marks=pytest.mark.slow), ("vit_b16", "40%")],
+)
 def test_graphs_that_few_vertices_split_are_cut_at_sets_of_them(name: str, budget: str) -> None:
     step = planned_network(name, batch=zoo.spec(name).batch)
     costs = titan(step)
@@ -119,7 +125,9 @@ def test_graphs_that_few_vertices_split_are_cut_at_sets_of_them(name: str, budge
         assert found.fits and found.overhead < 0.33, policy
 
 
-@pytest.mark.parametrize("name", ["resnet18", "darts", "densenet121", "unet", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "darts", pytest.param("densenet121", marks=pytest.mark.slow), "unet", "gpt2"]
+)
 def test_everything_after_a_boundary_is_made_from_it_alone(name: str) -> None:
     graph = StorageGraph.of(planned_network(name, batch=2, image=32))
     assert graph.boundaries and list(graph.boundaries) == sorted(graph.boundaries)

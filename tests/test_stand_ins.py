@@ -708,7 +708,7 @@ class Chain(nn.Sequential):
         self.to(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("policy", ["keep", "sqrt", "vdnn-all"])
+@pytest.mark.parametrize("policy", ["keep", pytest.param("sqrt", marks=pytest.mark.slow), "vdnn-all"])
 def test_the_backward_of_a_relu_adds_up_for_the_batch_norm_behind_it(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
