@@ -1,10 +1,15 @@
-"""What all tests share: a garbage collector that does not walk over torch again and again."""
+"""What tests share: a garbage collector that does not walk over torch again and again, and ways to run kernels."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
+import torch
+
+from memfit import stand_ins
+from memfit.torch_internals import thread_team
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -15,3 +20,17 @@ def leave_out_what_is_old() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(params=["avx2", "any machine", "new threads", "one thread"])
+def machine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The kernels as they are compiled for this machine and for any, on torch's threads, on new ones, on one."""
+    kernels, num_threads = stand_ins.kernels(), torch.get_num_threads()
+    assert kernels is not None
+    kernels.memfit_allow_avx2(request.param != "any machine")
+    kernels.memfit_use_team(None if request.param == "new threads" else thread_team())
+    torch.set_num_threads(1 if request.param == "one thread" else max(num_threads, 2))
+    yield
+    torch.set_num_threads(num_threads)
+    kernels.memfit_allow_avx2(True)
+    kernels.memfit_use_team(thread_team())

@@ -75,6 +75,12 @@ def test_eager_runs_out_of_memory_and_memfit_trains(capsys: pytest.CaptureFixtur
     assert found["plan"]["peak_bytes"] <= found["budget_bytes"] < found["plan"]["keep_peak_bytes"]
     assert sum(row["count"] for row in found["plan"]["decisions"].values()) > 40
     assert found["time_ratio"] > 0
+    for name in ("eager", "memfit_limited"):
+        rest = found[name]["between_steps"]
+        # The batch; weights, gradients and statistics; the number of batches so far.
+        assert rest["tensor_bytes"] == 4 * 3 * 256 * 4096 + 4 * 6 * 256 + 8
+        assert rest["tensor_bytes"] <= rest["resident_bytes"] <= found[name]["peak_bytes"]
+        assert 0 < rest["data_bytes"] < found["allowance_bytes"]
 
 
 @on_linux

@@ -132,7 +132,7 @@ def machine() -> list[Any]:
         torch.get_num_threads(),
         torch.backends.mkldnn.enabled,
         torch.are_deterministic_algorithms_enabled(),
-        sources_digest("operators.py", "stand_ins.py", "codecs", "native/codecs", "native/kernels", "native/team"),
+        sources_digest("operators.py", "stand_ins", "codecs", "native/codecs", "native/kernels", "native/team"),
     ]
 
 

@@ -7,11 +7,12 @@ allowance. All that comes later is within it: the network, its data, capturing, 
 its own, which inherits the limit), planning, and training. A part of the allowance (`_MARGIN_BYTES`) is not given to
 fit() as its budget: that is for tensors and workspaces; Python's objects, threads and malloc's holes are neither.
 
-How large that part has to be was looked up between two steps of the demo's network (resnet50, batch 32): the process
-then had 350 MiB of such memory more than before the network was there, of which weights, gradients and the batch are
-201. Of the rest 49 were in use, 16 in eager: a captured step, prices and plans are kept. 100 were merely set aside, 68
-in eager, which counts all the same: stacks of threads, and what malloc's arenas for them have given back but not
-unmapped. What a step takes beyond that is what its plan says: 452.6 MiB planned, and 46 more than that at its peak.
+How large that part has to be is what `memfit demo --json` says of the time between two steps (`between_steps`). With
+resnet50, batch 32, the process then has 361 MiB of such memory more than before the network was there, of which
+weights, gradients and the batch are 201. Of the rest 55 are in use, 17 in eager: a captured step, prices and plans are
+kept. 105 are merely set aside, 68 in eager, which counts all the same: stacks of threads, and what malloc's arenas for
+them have given back but not unmapped. What a step takes beyond that is what its plan says: 454 MiB planned, and 58 more
+than that at its peak.
 
 glibc keeps freed blocks of up to 32 MiB, which the limit would count. So blocks of a MiB and more are given back at
 once (mallopt), in all three processes alike. That costs both sides page faults; a ratio of times is one of equals.
@@ -52,6 +53,8 @@ class Trained:
         weights: a hash of all weights and buffers in the end; None if it did not get there.
         step_s: of each step that was done. Fitted, the first has capturing, measuring and planning in it.
         error: what ended it early; is_out_of_memory says that memory was refused.
+        between_steps: after the last step that was done, how far it was above what it had before the network was there:
+            in memory that the limit counts, in its resident set; and what of that are weights, gradients and the batch.
         plan: fitted, what was decided and what that was predicted to cost.
     """
 
@@ -62,6 +65,7 @@ class Trained:
     error: str | None = None
     is_out_of_memory: bool = False
     weights: str | None = None
+    between_steps: Mapping[str, int] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -77,6 +81,7 @@ class Trained:
             "losses_hex": list(self.losses),
             "weights_sha256": self.weights,
             "step_s": list(self.step_s),
+            "between_steps": dict(self.between_steps),
             "error": self.error,
             "is_out_of_memory": self.is_out_of_memory,
         }

@@ -55,7 +55,7 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     found: dict[str, Any] = {"baseline_bytes": before_data, "peak_bytes": 0, "losses": [], "step_s": [], "error": None}
     try:
-        _train(request, found, before_resident)
+        _train(request, found, before_data, before_resident)
     except (RuntimeError, MemoryError, MemfitError) as error:
         text = str(error)
         found["error"] = " ".join(text.split()) or type(error).__name__
@@ -63,7 +63,7 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _train(request: dict[str, Any], found: dict[str, Any], before_bytes: int) -> None:
+def _train(request: dict[str, Any], found: dict[str, Any], before_data: int, before_resident: int) -> None:
     example = zoo.load(request["network"], batch=request["batch"], image=request["image"], seed=request["seed"])
     model = example.model
     if not model.training:
@@ -83,8 +83,13 @@ def _train(request: dict[str, Any], found: dict[str, Any], before_bytes: int) ->
         # As hex: a decimal rounds, and these are to be compared to the bit.
         found["losses"].append(float(loss.detach()).hex())
         found["step_s"].append(time.perf_counter() - start_s)
-        found["peak_bytes"] = max(found["peak_bytes"], high_water_bytes() - before_bytes)
+        found["peak_bytes"] = max(found["peak_bytes"], high_water_bytes() - before_resident)
         del loss  # with it goes what the graph holds
+        found["between_steps"] = {
+            "data_bytes": _data_bytes() - before_data,
+            "resident_bytes": resident_bytes() - before_resident,
+            "tensor_bytes": _tensor_bytes(model, example),
+        }
     found["weights"] = _digest(model)
     fitted = model.__dict__.get("memfit")
     if fitted is not None:
@@ -107,6 +112,14 @@ def _data_bytes() -> int:
             if line.startswith("VmData:"):
                 return int(line.split()[1]) * 1024
     raise CannotMeasure("/proc/self/status has no VmData, from which the limit on the process is set")
+
+
+def _tensor_bytes(model: nn.Module, example: zoo.Example) -> int:
+    """What weights, buffers, gradients and the batch take."""
+    held = [*model.parameters(), *model.buffers(), *(weight.grad for weight in model.parameters())]
+    batch = (*example.args, *example.kwargs.values(), *example.targets)
+    storages = [each.untyped_storage() for each in (*held, *batch) if isinstance(each, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _digest(model: nn.Module) -> str:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -293,7 +292,7 @@ class _Writer:
                         note = "  (again)" if again else ""
                         self._line(f"# {op.path or '(root)'}  {op.source}".rstrip() + note)
                     form = rerun_form(op) if again else op
-                    following = None if self.observed else self._following(islice(body, place + 1, None))
+                    following = None if self.observed else self._following(body, place)
                     if (added := to_add_up(form, following)) is not None:
                         self._gate(form, added)
                         has_sums = True
@@ -327,10 +326,13 @@ class _Writer:
                 case Give() | Boundary():
                     raise AssertionError(instruction)
 
-    def _following(self, after: Iterator[Numbered]) -> Op | None:
-        """The op that is run for the first time or again as soon as something has been freed."""
-        following = next((each for _, each in after if not isinstance(each, Free)), None)
-        return self.step.ops[following.op] if isinstance(following, Run) else None
+    def _following(self, body: tuple[Numbered, ...], place: int) -> Op | None:
+        """The op that comes next; all that may come before it is freeing."""
+        for after in range(place + 1, len(body)):
+            instruction = body[after][1]
+            if not isinstance(instruction, Free):
+                return self.step.ops[instruction.op] if isinstance(instruction, Run) else None
+        return None
 
     def _rename(self, value: int, op: Op) -> None:
         """What an op that has been done made of a value: the value itself."""

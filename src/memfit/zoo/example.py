@@ -84,7 +84,8 @@ def _with_channels_last(example: Example) -> Example:
     kwargs = {name: laid_out(arg) for name, arg in example.kwargs.items()}
     if not any(isinstance(arg, Tensor) and arg.dim() == 4 for arg in (*args, *kwargs.values())):
         raise BadExample(
-            f"{example.name} is given no images (tensors of four dimensions): it has no channels to be last."
+            f"{example.name} is given no images (tensors of four dimensions): it has no channels to be last. "
+            "Leave channels_last out."
         )
     example.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
     return replace(example, args=args, kwargs=kwargs)

@@ -66,7 +66,7 @@ class Proofs:
             torch.backends.mkldnn.enabled,
             torch.are_deterministic_algorithms_enabled(),
             float32_precisions(),
-            sources_digest("operators.py", "stand_ins.py", "native/kernels"),
+            sources_digest("operators.py", "stand_ins", "native/kernels"),
         )
         return hashlib.sha256(repr((rewrite, signature, machine)).encode()).hexdigest()[:24]
 

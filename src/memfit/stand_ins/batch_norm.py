@@ -1,0 +1,176 @@
+"""Batch norm by the statistics of the batch, its backward with channels last, and the ReLU next to it.
+
+native/kernels/batch_norm.c and batch_norm_rows.c say what torch does, and why it takes longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from memfit.stand_ins import compiled
+from memfit.stand_ins.compiled import BatchNorm, BatchNormBackward, is_plain, num_threads_for
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_VECTOR = 16  # floats, at the most
+
+
+def native_batch_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    is_rectified: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Batch norm by the statistics of the batch; with the ReLU behind it in the same go, where that is asked."""
+    library = compiled.kernels()
+    vectors = (weight, bias, running_mean, running_var)
+    is_served = training and _has_maps(input) and (running_mean is None) == (running_var is None)
+    if library is None or not is_served or not all(vector is None or is_plain(vector) for vector in vectors):
+        made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm.default(
+            input, weight, bias, running_mean, running_var, training, momentum, eps
+        )
+        if is_rectified:
+            made[0].relu_()
+        return made
+    num_channels = input.shape[1]
+    out, mean, invstd = torch.empty_like(input), input.new_empty(num_channels), input.new_empty(num_channels)
+    run = library.memfit_batch_norm_rows if has_channels_last(input) else library.memfit_batch_norm
+    run(_batch_norm(input, vectors, (out, mean, invstd), momentum, eps, is_rectified), num_threads_for(input))
+    return out, mean, invstd
+
+
+def renormalised(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    is_rectified: bool,
+) -> torch.Tensor | None:
+    """What batch norm made of the input, by the statistics it saved; None if there is no kernel for it."""
+    library = compiled.kernels()
+    vectors = (weight, bias, None, None)
+    if library is None or not _has_maps(input) or not all(v is None or is_plain(v) for v in (*vectors, mean, invstd)):
+        return None
+    out = torch.empty_like(input)
+    run = library.memfit_renormalise_rows if has_channels_last(input) else library.memfit_renormalise
+    run(_batch_norm(input, vectors, (out, mean, invstd), 0, 0, is_rectified), num_threads_for(input))
+    return out
+
+
+def _has_maps(input: torch.Tensor) -> bool:
+    """True if a kernel can go through it."""
+    # Maps of one element each, or of one channel, may be channels last to torch, and are added up in another order.
+    has_channels_first = is_plain(input) and input.dim() > 2 and input.stride(1) != 1 and input.numel() > 0
+    return has_channels_first or has_channels_last(input)
+
+
+def _batch_norm(
+    input: torch.Tensor,
+    vectors: Sequence[torch.Tensor | None],
+    made: Sequence[torch.Tensor],
+    momentum: float,
+    eps: float,
+    is_rectified: bool,
+) -> BatchNorm:
+    num_samples, num_channels = input.shape[:2]
+    return BatchNorm(
+        input.data_ptr(),
+        *(None if vector is None else vector.data_ptr() for vector in vectors),
+        *(tensor.data_ptr() for tensor in made),
+        momentum,
+        eps,
+        num_samples,
+        num_channels,
+        input.numel() // (num_samples * num_channels),
+        torch.get_num_threads(),
+        is_rectified,
+    )
+
+
+def native_batch_norm_backward(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    save_mean: torch.Tensor | None,
+    save_invstd: torch.Tensor | None,
+    train: bool,
+    eps: float,
+    output_mask: list[bool],
+    sums: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of such a batch norm whose channels are last in memory; from sums, if somebody has them."""
+    library = compiled.kernels()
+    is_served = train and all(output_mask) and _are_rows(grad_out, input)
+    vectors = [vector for vector in (weight, save_mean, save_invstd) if vector is not None and is_plain(vector)]
+    if library is None or not is_served or len(vectors) < 3:
+        made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm_backward.default(
+            grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
+        )
+        return made
+    num_channels = input.shape[1]
+    grads = torch.empty_like(input), input.new_empty(num_channels), input.new_empty(num_channels)
+    library.memfit_batch_norm_rows_backward(
+        BatchNormBackward(
+            *(tensor.data_ptr() for tensor in (grad_out, input, *vectors)),
+            None,
+            None if sums is None else sums.data_ptr(),
+            *(tensor.data_ptr() for tensor in grads),
+            input.numel() // num_channels,
+            num_channels,
+            torch.get_num_threads(),
+        ),
+        num_threads_for(input),
+    )
+    return grads
+
+
+def gate_and_add_up(
+    grad: torch.Tensor, gate: torch.Tensor, threshold: float, input: torch.Tensor, mean: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A ReLU's backward in place, and in the same go the sums for the backward of the batch norm before it.
+
+    The sums are None where there is no kernel for them.
+    """
+    library = compiled.kernels()
+    if library is None or threshold != 0 or not _are_rows(grad, gate, input) or not is_plain(mean):
+        return torch.ops.aten.threshold_backward.grad_input(grad, gate, threshold, grad_input=grad), None
+    num_channels = input.shape[1]
+    sums = input.new_empty(2, num_channels)
+    library.memfit_batch_norm_rows_sums(
+        BatchNormBackward(
+            grad_out=grad.data_ptr(),
+            input=input.data_ptr(),
+            mean=mean.data_ptr(),
+            gate=gate.data_ptr(),
+            sums=sums.data_ptr(),
+            num_rows=input.numel() // num_channels,
+            num_channels=num_channels,
+            num_parts=torch.get_num_threads(),
+        ),
+        num_threads_for(input),
+    )
+    return grad, sums
+
+
+def _are_rows(*maps: torch.Tensor) -> bool:
+    """True if a kernel for gradients can go through these side by side."""
+    # Of channels that do not fill a vector torch's compiler rounds otherwise.
+    is_whole = maps[0].shape[1] % _VECTOR == 0
+    return is_whole and all(each.shape == maps[0].shape and has_channels_last(each) for each in maps)
+
+
+def has_channels_last(tensor: torch.Tensor) -> bool:
+    """True if it is rows of channels in memory and nothing else, and so many that torch adds them up in parts."""
+    if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.is_contiguous() or tensor.dim() not in (4, 5):
+        return False
+    is_last = tensor.is_contiguous(memory_format=_CHANNELS_LAST[tensor.dim()])
+    return is_last and tensor.numel() > torch.get_num_threads() * tensor.shape[1]

@@ -1,0 +1,82 @@
+"""The compiled kernels, the structures they are called with, and what they all ask of a tensor."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+
+import torch
+
+from memfit.native.library import KERNELS, native_library
+
+_LEAST_SHARED = 1 << 15  # fewer elements are done by one thread
+
+LEAST_ELEMENTS = 1 << 12
+"""Of what is drawn or pooled; for fewer torch's own is as fast."""
+
+
+class BatchNorm(ctypes.Structure):
+    """`struct batch_norm` of native/kernels/kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input", "weight", "bias", "running_mean", "running_var")),
+        *((name, ctypes.c_void_p) for name in ("out", "save_mean", "save_invstd")),
+        *((name, ctypes.c_double) for name in ("momentum", "eps")),
+        *((name, ctypes.c_int64) for name in ("num_samples", "num_channels", "image_size")),
+        *((name, ctypes.c_int64) for name in ("num_parts", "is_rectified")),
+    )
+
+
+class BatchNormBackward(ctypes.Structure):
+    """`struct batch_norm_backward` of native/kernels/kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("grad_out", "input", "weight", "mean", "invstd", "gate", "sums")),
+        *((name, ctypes.c_void_p) for name in ("grad_in", "grad_weight", "grad_bias")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_channels", "num_parts")),
+    )
+
+
+class MaxPool(ctypes.Structure):
+    """`struct max_pool` of native/kernels/kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input", "out", "indices")),
+        *((name, ctypes.c_int64) for name in ("num_planes", "in_height", "in_width", "out_height", "out_width")),
+        *((f"{what}_{axis}", ctypes.c_int64) for what in ("kernel", "stride") for axis in ("height", "width")),
+        *((f"{what}_{axis}", ctypes.c_int64) for what in ("pad", "dilation") for axis in ("height", "width")),
+    )
+
+
+@functools.cache
+def _compiled() -> ctypes.CDLL | None:
+    library = native_library(KERNELS)
+    if library is not None:
+        library.memfit_bernoulli.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64]
+        library.memfit_bernoulli.restype = None
+        for function, struct in (
+            (library.memfit_batch_norm, BatchNorm),
+            (library.memfit_batch_norm_rows, BatchNorm),
+            (library.memfit_renormalise, BatchNorm),
+            (library.memfit_renormalise_rows, BatchNorm),
+            (library.memfit_batch_norm_rows_sums, BatchNormBackward),
+            (library.memfit_batch_norm_rows_backward, BatchNormBackward),
+            (library.memfit_max_pool, MaxPool),
+        ):
+            function.argtypes = [ctypes.POINTER(struct), ctypes.c_int]
+            function.restype = None
+    return library
+
+
+def kernels() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where there are none; MEMFIT_NATIVE=0 forbids them."""
+    return None if os.environ.get("MEMFIT_NATIVE") == "0" else _compiled()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+
+
+def num_threads_for(tensor: torch.Tensor) -> int:
+    return torch.get_num_threads() if tensor.numel() >= _LEAST_SHARED else 1

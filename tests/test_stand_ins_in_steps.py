@@ -1,0 +1,207 @@
+"""Kernels stand in where they are proven, also for two ops at once, and models train with them as in eager."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from beside_torch import BATCH_NORM, CONVOLUTION, GRADIENTS, NORM_GRADIENTS, forbidden, needs_kernels
+from equivalence import assert_same_as_eager
+from torch import nn
+
+import memfit
+from memfit import stand_ins
+from memfit.capture.rewrites import rewrite
+from memfit.capture.rewrites import stand_ins as rewrites
+from memfit.capture.rewrites.proof import Proofs
+from memfit.cost.signature import signature
+from memfit.stand_ins import compiled
+
+pytestmark = needs_kernels
+
+
+class Net(nn.Module):
+    """Something for each of them to do, of a size that is not left to torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
+        self.mix = nn.Conv2d(16, 16, 1, bias=False)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.drop(self.mix(self.body(x)))
+        return self.head(F.dropout(h, 0.1).mean((2, 3)))
+
+
+class LastNet(Net):
+    """The same with channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.contiguous(memory_format=torch.channels_last))
+
+
+def inputs(batch: int) -> tuple[torch.Tensor]:
+    return (torch.randn(batch, 3, 40, 40),)
+
+
+def stand_ins_of(step: memfit.Step) -> dict[str, str]:
+    return {op.target: op.stand_in for op in step.ops if op.stand_in}
+
+
+def all_that_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a product is faster is not asked, and nothing is remembered."""
+    monkeypatch.setattr(rewrites, "_is_faster", lambda plain, made: True)
+    monkeypatch.setattr(Proofs, "holds", lambda self, rewrite, signature, experiment: experiment())
+
+
+def test_each_stands_in_where_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrites, "_is_faster", lambda plain, made: True)
+    step = rewrite(memfit.capture(Net(), inputs(4)), proofs=Proofs(None))
+    assert stand_ins_of(step) == {
+        name: stand_ins.STAND_INS[name] for name in stand_ins.STAND_INS if name != NORM_GRADIENTS
+    }
+    for op in step.ops:
+        assert signature(step, op).startswith(f"{op.called}("), "its price is that of what is called"
+
+
+def test_with_channels_last_both_halves_of_batch_norm_have_one() -> None:
+    found = stand_ins_of(rewrite(memfit.capture(LastNet(), inputs(4)), proofs=Proofs(None)))
+    assert found == {name: stand_ins.STAND_INS[name] for name in (BATCH_NORM, NORM_GRADIENTS)}
+
+
+def test_none_stands_in_for_what_it_does_not_serve() -> None:
+    in_double = rewrite(memfit.capture(Net().double(), (torch.randn(4, 3, 40, 40).double(),)))
+    assert "aten.native_batch_norm.default" not in stand_ins_of(in_double)
+    vectors_only = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))  # too few numbers, no maps
+    assert not stand_ins_of(rewrite(memfit.capture(vectors_only, (torch.randn(40, 6),))))
+    with forbidden():
+        assert not stand_ins_of(rewrite(memfit.capture(Net(), inputs(4)))).keys() - {CONVOLUTION, GRADIENTS}
+    assert not stand_ins_of(rewrite(memfit.capture(Net(), inputs(4)), without=frozenset({"stand-ins"})))
+
+
+def test_none_stands_in_where_its_bits_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each self-test is held against a kernel that is wrong in the least way it could be."""
+    kernels = stand_ins.kernels()
+    assert kernels is not None
+
+    class Wrong:
+        """A library whose kernels write over one result after they have run."""
+
+        def __getattr__(self, name: str) -> Any:
+            def run(job: Any, *rest: Any) -> None:
+                getattr(kernels, name)(job, *rest)
+                made = (getattr(job, field, None) for field in ("running_var", "grad_bias", "sums", "out"))
+                where = rest[0] if name == "memfit_bernoulli" else next(filter(None, made))
+                ctypes.cast(where, ctypes.POINTER(ctypes.c_float))[1] += 1e-3
+
+            return run
+
+    monkeypatch.setattr(compiled, "kernels", lambda: Wrong())
+    monkeypatch.setattr(torch, "bmm", lambda one, other: (one @ other).mul_(1 + 1e-6))
+    for net in (Net(), LastNet()):
+        assert not stand_ins_of(rewrite(memfit.capture(net, inputs(4)), proofs=Proofs(None)))
+
+
+@pytest.mark.parametrize("net", [Net, LastNet])
+@pytest.mark.parametrize("policy", ["keep", "sqrt", "gist-lossless"])
+def test_a_model_in_which_they_stand_in_trains_as_in_eager(
+    net: type[Net], policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_that_are_exact(monkeypatch)
+    assert_same_as_eager(net(), inputs, policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("net", "expected"), [(Net, {*stand_ins.STAND_INS} - {NORM_GRADIENTS}), (LastNet, {NORM_GRADIENTS})]
+)
+def test_a_fitted_model_calls_them(net: type[Net], expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    all_that_are_exact(monkeypatch)
+    model = net()
+    memfit.fit(model, policy="keep")
+    model(*inputs(4)).sum().backward()
+    text = model.memfit.code  # type: ignore[union-attr]
+    assert all(f" stand_ins.{name.split('.')[1]}(" in text for name in expected)
+
+
+@pytest.mark.parametrize("policy", ["keep", "sqrt"])
+def test_a_relu_is_left_to_the_batch_norm_before_it(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it comes next and overwrites the result; run again, too."""
+    all_that_are_exact(monkeypatch)
+    norms = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Tanh())
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), *norms, *(copy.deepcopy(layer) for layer in norms))
+    memfit.fit(model, policy=policy)
+    model(*inputs(4)).sum().backward()
+    text = model.memfit.code  # type: ignore[union-attr]
+    assert "aten.relu" not in text
+    assert text.count("native_batch_norm(") == 4
+    num_again = text.count("operators.renormalise(")
+    assert (num_again > 0) == (policy == "sqrt")
+    num_rectified = 2 + text.count("is_rectified=True", text.index("def backward_0"))
+    assert text.count("is_rectified=True") == num_rectified and (num_rectified > 2) == (policy == "sqrt")
+
+
+class Chain(nn.Sequential):
+    """Batch norms with a ReLU behind each, channels last."""
+
+    def __init__(self) -> None:
+        layers = [(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(4)]
+        super().__init__(nn.Conv2d(3, 16, 3), *(layer for three in layers for layer in three), nn.Conv2d(16, 4, 1))
+        self.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("policy", ["keep", pytest.param("sqrt", marks=pytest.mark.slow), "vdnn-all"])
+def test_the_backward_of_a_relu_adds_up_for_the_batch_norm_behind_it(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_that_are_exact(monkeypatch)
+    assert_same_as_eager(Chain(), inputs, policy=policy)
+    model = memfit.fit(Chain(), policy=policy)
+    model(*inputs(4)).sum().backward()
+    text = model.memfit.code  # type: ignore[union-attr]
+    assert text.count(", sums = stand_ins.gate_and_add_up(") == text.count(", sums=sums)") > 0
+    assert policy != "keep" or text.count(", sums=sums)") == 4
+
+
+def test_a_relu_that_somebody_reads_the_other_side_of_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(x)
+            return y.relu() * y.tanh()
+
+    all_that_are_exact(monkeypatch)
+    assert_same_as_eager(Both(), inputs, policy="keep")
+    model = memfit.fit(Both(), policy="keep")
+    model(*inputs(4))
+    assert "is_rectified" not in model.memfit.code  # type: ignore[union-attr]
+
+
+def test_without_a_compiler_torch_does_it_and_says_so(tmp_path: Path) -> None:
+    script = """
+import logging, torch
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+from memfit import operators, stand_ins
+from memfit.torch_internals import resolve
+print(stand_ins.kernels(), resolve("memfit_ops.bernoulli_.default")(torch.empty(9999), 1.0).sum().item())
+"""
+    environment = {**os.environ, "MEMFIT_CACHE": str(tmp_path / "cache"), "CC": "no-such-compiler"}
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.stdout.split() == ["None", "9999.0"], ran.stderr
+    assert ran.stderr.count("torch's own kernels are used throughout: there is no C compiler 'no-such-compiler'") == 1
