@@ -1,6 +1,7 @@
 /* Calls every stand-in on random tensors in buffers of just their size, for the sanitizers to watch.
  *
- * With and without AVX2 the results must be the same. Sizes, settings and numbers of threads are random. Usage:
+ * With and without AVX2 the results must be the same; those of convolutions, which ask for AVX-512, must be what plain
+ * loops make that add up in the order they are told. Sizes, settings and numbers of threads are random. Usage:
  * kernel_driver ROUNDS SEED. Exits with 1 and a line of text at the first disagreement. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,7 +28,7 @@ static float *floats(int64_t count) {
 
 static void same(const char *what, const void *first, const void *second, size_t size) {
     if (memcmp(first, second, size)) {
-        printf("%s: with AVX2 the result is another one\n", what);
+        printf("%s: with vectors the result is another one\n", what);
         exit(1);
     }
 }
@@ -127,11 +128,122 @@ static void try_bernoulli(void) {
     free(generators[0]), free(generators[1]), free(out[0]), free(out[1]);
 }
 
+/* One element of a convolution's result, from the products of some channels. */
+static float window_sum(const struct convolution *of, int64_t window, int64_t n, int64_t o, int64_t y, int64_t x,
+                        int64_t first, int64_t after, float sum) {
+    int64_t reach = window / 2, size = of->height * of->width;
+    for (int64_t tap = 0; tap < window * window; tap++) {
+        int64_t down = tap / window - reach, right = tap % window - reach;
+        if (of->is_backward)
+            down = -down, right = -right;
+        if (y + down < 0 || y + down >= of->height || x + right < 0 || x + right >= of->width)
+            continue;
+        for (int64_t c = first; c < after; c++) {
+            int64_t joint = of->is_backward ? c * of->out_channels + o : o * of->in_channels + c;
+            sum = fmaf(of->in[n * of->in_stride + c * size + (y + down) * of->width + x + right],
+                       of->weight[joint * window * window + tap], sum);
+        }
+    }
+    return sum;
+}
+
+static void plain_convolution(const struct convolution *of, int64_t window, float *out) {
+    for (int64_t n = 0; n < of->num_samples; n++)
+        for (int64_t o = 0; o < of->out_channels; o++)
+            for (int64_t y = 0; y < of->height; y++)
+                for (int64_t x = 0; x < of->width; x++, out++)
+                    for (int64_t c = 0; c < of->in_channels; c += of->num_summed) {
+                        float begin = c == 0 && of->bias && window == 1 ? of->bias[o] : 0;
+                        float sum = window_sum(of, window, n, o, y, x, c, least(c + of->num_summed, of->in_channels), begin);
+                        if (c == 0 && of->bias && window == 3)
+                            sum += of->bias[o];
+                        *out = c == 0 ? sum : *out + sum;
+                    }
+}
+
+static void try_convolution(int64_t window) {
+    struct convolution of = {.num_samples = draw(1, 3), .in_channels = draw(1, 40), .out_channels = draw(1, 70),
+                             .height = draw(1, 9), .width = draw(2, 33), .is_backward = draw(0, 1),
+                             .num_summed = draw(1, 40)};
+    of.num_summed = least(of.num_summed, of.in_channels);
+    int64_t size = of.height * of.width, num_threads = draw(1, 5);
+    of.in_stride = of.in_channels * size + draw(0, 1) * 5;
+    int64_t num_in = (of.num_samples - 1) * of.in_stride + of.in_channels * size;
+    int64_t num_out = of.num_samples * of.out_channels * size;
+    float *in = floats(num_in), *weight = floats(of.in_channels * of.out_channels * window * window);
+    float *bias = floats(of.out_channels), *expected = floats(num_out);
+    of.in = in, of.weight = weight, of.bias = draw(0, 1) ? bias : NULL, of.out = floats(num_out);
+    of.scratch = floats((window == 1 ? memfit_convolve_points_scratch : memfit_convolve_windows_scratch)(&of, num_threads));
+    plain_convolution(&of, window, expected);
+    (window == 1 ? memfit_convolve_points : memfit_convolve_windows)(&of, (int)num_threads);
+    same(of.is_backward ? "gradients of an input" : "a convolution", expected, of.out, (size_t)num_out * sizeof(float));
+    free(in), free(weight), free(bias), free(expected), free(of.out), free(of.scratch);
+}
+
+/* The sums of one part of the samples, for one weight; where the input is missing, for a bias. */
+static float part_sum(const struct convolution_weights *of, int64_t from, int64_t until, const float *in, int64_t o,
+                      int64_t down, int64_t right) {
+    int64_t size = of->height * of->width;
+    float total = 0, sum = 0;
+    for (int64_t n = from; n < until; n++)
+        for (int64_t k = 0; k < size; k++) {
+            int64_t y = k / of->width + down, x = k % of->width + right;
+            float grad = of->grad_out[n * of->grad_stride + o * size + k];
+            if (in == NULL)
+                sum += grad;
+            else if (y >= 0 && y < of->height && x >= 0 && x < of->width)
+                sum = fmaf(in[n * of->in_stride + y * of->width + x], grad, sum);
+            if (in && of->window == 1 && ((k + 1) % of->num_summed == 0 || k + 1 == size)) {
+                total = n == from && k < of->num_summed ? sum : total + sum;
+                sum = 0;
+            }
+        }
+    return in && of->window == 1 ? total : sum;
+}
+
+static float weight_sum(const struct convolution_weights *of, const float *in, int64_t o, int64_t down, int64_t right) {
+    float total = 0;
+    for (int64_t part = 0, from = 0; part < of->num_parts; part++) {
+        int64_t until = from + of->num_samples / of->num_parts + (part < of->num_samples % of->num_parts);
+        float sum = part_sum(of, from, until, in, o, down, right);
+        total = part == 0 ? sum : total + sum;
+        from = until;
+    }
+    return total;
+}
+
+static void try_convolution_weights(int64_t window) {
+    struct convolution_weights of = {.num_samples = draw(1, 4), .in_channels = draw(1, 20), .out_channels = draw(1, 70),
+                                     .height = draw(1, 9), .width = draw(2, 33), .window = window};
+    int64_t size = of.height * of.width, num_threads = draw(1, 5), taps = window * window;
+    of.num_parts = draw(1, of.num_samples), of.num_summed = draw(1, size);
+    of.in_stride = of.in_channels * size + draw(0, 1) * 3, of.grad_stride = of.out_channels * size + draw(0, 1) * 7;
+    float *in = floats((of.num_samples - 1) * of.in_stride + of.in_channels * size);
+    float *grad_out = floats((of.num_samples - 1) * of.grad_stride + of.out_channels * size);
+    int64_t count = of.out_channels * of.in_channels * taps;
+    float *expected = floats(count), *of_bias = floats(of.out_channels), *grad_bias = floats(of.out_channels);
+    of.in = in, of.grad_out = grad_out, of.out = floats(count), of.grad_bias = draw(0, 1) ? grad_bias : NULL;
+    of.scratch = floats(memfit_convolution_weights_scratch(&of, (int)num_threads));
+    for (int64_t k = 0; k < count; k++)
+        expected[k] = weight_sum(&of, in + k / taps % of.in_channels * size, k / taps / of.in_channels,
+                                 k % taps / window - window / 2, k % window - window / 2);
+    for (int64_t o = 0; o < of.out_channels; o++)
+        of_bias[o] = weight_sum(&of, NULL, o, 0, 0);
+    memfit_convolution_weights(&of, (int)num_threads);
+    same("gradients of a weight", expected, of.out, (size_t)count * sizeof(float));
+    if (of.grad_bias)
+        same("gradients of a bias", of_bias, grad_bias, (size_t)of.out_channels * sizeof(float));
+    free(in), free(grad_out), free(expected), free(of_bias), free(grad_bias), free(of.out), free(of.scratch);
+}
+
 int main(int argc, char **argv) {
     if (argc != 3)
         return 2;
     state = (uint64_t)atoll(argv[2]);
     for (int round = 0; round < atoi(argv[1]); round++)
         try_batch_norm(0), try_batch_norm(1), try_batch_norm_backward(), try_max_pool(), try_bernoulli();
+    memfit_allow_avx2(1);
+    for (int round = 0; memfit_has_avx512() && round < atoi(argv[1]) / 20; round++)
+        try_convolution(1), try_convolution(3), try_convolution_weights(1), try_convolution_weights(3);
     return 0;
 }

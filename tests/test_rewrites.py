@@ -62,6 +62,10 @@ class Refused(Proofs):
         self.asked.add(rewrite)
         return False
 
+    def found(self, rewrite: str, signature: Any, search: Callable[[], str]) -> str:
+        self.asked.add(rewrite)
+        return ""
+
 
 EFFECTS: dict[str, Callable[[Step], Any]] = {
     "detach": lambda step: targets(step)["aten.detach.default"],
@@ -122,7 +126,7 @@ def test_self_tests_hold_here_and_are_remembered(tmp_path: Path) -> None:
     asked: list[str] = []
 
     class Counting(Proofs):
-        def _try(self, rewrite: str, signature: Any, experiment: Callable[[], bool]) -> bool:
+        def _try(self, rewrite: str, signature: Any, experiment: Callable[[], bool | str]) -> bool | str:
             asked.append(rewrite)
             return super()._try(rewrite, signature, experiment)
 
@@ -136,6 +140,15 @@ def test_a_damaged_cache_is_ignored_and_written_anew(tmp_path: Path, caplog: pyt
     assert Proofs(file).holds("reinplace", ("a",), lambda: True)
     assert "ignoring the damaged self-test cache" in caplog.text
     assert Proofs(file).holds("reinplace", ("a",), lambda: False), "the outcome on disk counts"
+
+
+def test_what_a_search_found_is_remembered_too(tmp_path: Path) -> None:
+    file = tmp_path / "selftests.json"
+    assert Proofs(file).found("stand-ins", ("a",), lambda: "the second") == "the second"
+    assert Proofs(file).found("stand-ins", ("a",), lambda: "the third") == "the second"
+    assert Proofs(file).found("stand-ins", ("b",), lambda: "") == ""
+    assert Proofs(file).found("stand-ins", ("b",), lambda: "the third") == ""
+    assert AssumedProofs().found("stand-ins", ("a",), lambda: "the third") == "", "it is another machine"
 
 
 def test_a_self_test_that_raises_is_a_refusal() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +29,7 @@ from torch import nn
 
 import memfit
 from memfit import stand_ins
-from memfit.capture.rewrites import rewrite
-from memfit.capture.rewrites import stand_ins as rewrites
-from memfit.capture.rewrites.chunks import in_chunks
-from memfit.capture.rewrites.proof import Proofs, same_bits
+from memfit.capture.rewrites.proof import same_bits
 from memfit.native import library
 from memfit.stand_ins import drawing
 from memfit.torch_internals import resolve
@@ -259,38 +254,6 @@ def test_another_precision_is_another_capture(kind: str) -> None:
     with less_precise(kind):
         model(x).sum().backward()
     assert model.memfit.num_captures == 2  # type: ignore[union-attr]
-
-
-def products(step: memfit.Step) -> int:
-    return sum("convolution" in op.stand_in for op in step.ops)
-
-
-def test_products_stand_in_only_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = memfit.capture(nn.Conv2d(24, 16, 1, bias=False), (normal(2, 24, 9, 9).requires_grad_(),))
-    for is_faster in (True, False):
-        monkeypatch.setattr(rewrites, "_is_faster", lambda plain, made, is_faster=is_faster: is_faster)
-        assert products(rewrite(step, proofs=Proofs(None))) == (2 if is_faster else 0)
-
-
-def test_what_is_faster_is_found_by_running_both() -> None:
-    order: list[str] = []
-
-    def call(name: str, seconds: float) -> None:
-        order.append(name)
-        time.sleep(seconds)
-
-    slow, fast = partial(call, "slow", 0.01), partial(call, "fast", 0.0)
-    assert rewrites._is_faster(slow, fast) and order[:4] == ["slow", "fast"] * 2
-    assert not rewrites._is_faster(fast, slow) and not rewrites._is_faster(slow, slow)
-
-
-def test_chunks_of_a_convolution_have_no_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewrites, "_is_faster", lambda plain, made: True)
-    plain = memfit.capture(nn.Conv2d(24, 16, 1, bias=False), (normal(4, 24, 9, 9).requires_grad_(),))
-    step = rewrite(plain, proofs=Proofs(None))
-    whole = [op for op in step.ops if "convolution" in op.stand_in]
-    assert len(whole) == 2
-    assert all(in_chunks(op, 2).called.endswith("_in_chunks.default") for op in whole)
 
 
 # --- how they are compiled -------------------------------------------------------------------------------------------

@@ -396,7 +396,7 @@ class _Writer:
 
     def _function(self, op: Op) -> str:
         if op.stand_in:  # a function of ours: torch would take its time to find it
-            return f"stand_ins.{op.stand_in.split('.')[1]}"
+            return "stand_ins." + op.stand_in.split(".", 1)[1].removesuffix(".default")
         if op.target == RENORMALISE:
             return "operators.renormalise"
         return op.called if op.called.startswith(("aten.", "memfit.")) else f"ops.{op.called}"

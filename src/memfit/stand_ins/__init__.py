@@ -8,6 +8,8 @@ does, and why it takes longer.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from memfit.stand_ins import compiled
@@ -19,17 +21,20 @@ from memfit.stand_ins.batch_norm import (
     renormalised,
 )
 from memfit.stand_ins.compiled import LEAST_ELEMENTS, kernels
+from memfit.stand_ins.convolutions import Family, Order, convolve, convolve_backward
 from memfit.stand_ins.drawing import bernoulli_
 from memfit.stand_ins.pooling import max_pool2d_with_indices
-from memfit.stand_ins.products import SETTINGS, convolution, convolution_backward, is_product
+from memfit.stand_ins.products import SETTINGS, is_product, product, product_backward
 
 __all__ = [
+    "CONVOLUTIONS",
     "LEAST_ELEMENTS",
     "SETTINGS",
     "STAND_INS",
     "bernoulli_",
     "convolution",
     "convolution_backward",
+    "define",
     "gate_and_add_up",
     "has_channels_last",
     "is_product",
@@ -51,9 +56,25 @@ STAND_INS = {
 }
 """What stands in for which of torch's, by name."""
 
-_IN_TORCH = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
+CONVOLUTIONS = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
+"""Those with more than one: a product of matrices, which the table above has, and one for each order of sums."""
+
+convolution = Family(product, convolve)
+convolution_backward = Family(product_backward, convolve_backward)
 
 _LIBRARY = torch.library.Library("memfit_ops", "FRAGMENT")  # its operators live as long as it does
+_CONVOLUTION = (
+    "(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, bool transposed, "
+    "int[] output_padding, int groups) -> Tensor"
+)
+_CONVOLUTION_BACKWARD = (
+    "(Tensor grad_output, Tensor input, Tensor weight, int[]? bias_sizes, int[] stride, int[] padding, int[] dilation, "
+    "bool transposed, int[] output_padding, int groups, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"
+)
+_FAMILIES = {
+    "convolution": (_CONVOLUTION, convolution),
+    "convolution_backward": (_CONVOLUTION_BACKWARD, convolution_backward),
+}
 _SCHEMAS = (
     # It writes the running statistics, and as torch's does not say so, nor does ours: versions would be counted.
     (
@@ -70,29 +91,26 @@ _SCHEMAS = (
         "max_pool2d_with_indices(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, "
         "int[2] dilation=1, bool ceil_mode=False) -> (Tensor, Tensor)"
     ),
-    (
-        "convolution(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
-        "bool transposed, int[] output_padding, int groups) -> Tensor"
-    ),
-    (
-        "convolution_backward(Tensor grad_output, Tensor input, Tensor weight, int[]? bias_sizes, int[] stride, "
-        "int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups, bool[3] output_mask) "
-        "-> (Tensor, Tensor, Tensor)"
-    ),
 )
 for _schema in _SCHEMAS:
     _LIBRARY.define(_schema)
-for _kernel in (
-    native_batch_norm,
-    native_batch_norm_backward,
-    bernoulli_,
-    max_pool2d_with_indices,
-    convolution,
-    convolution_backward,
-):
+for _kernel in (native_batch_norm, native_batch_norm_backward, bernoulli_, max_pool2d_with_indices):
     _LIBRARY.impl(_kernel.__name__, _kernel, "CPU")
+for _name, (_arguments, _family) in _FAMILIES.items():
+    _LIBRARY.define(f"{_name}{_arguments}")
+    _LIBRARY.impl(_name, _family, "CPU")
+
+
+@functools.cache
+def define(target: str) -> None:
+    """Register a convolution that adds up in some order: there are more of these than anybody needs."""
+    namespace, name, order = target.split(".")
+    if namespace == "memfit_ops" and name in _FAMILIES and Order.named(order) is not None:
+        arguments, family = _FAMILIES[name]
+        _LIBRARY.define(f"{name}.{order}{arguments}")
+        _LIBRARY.impl(f"{name}.{order}", getattr(family, order), "CPU")
 
 
 def is_there(target: str) -> bool:
     """True if something can stand in for that operator on this machine."""
-    return target in _IN_TORCH or (target in STAND_INS and compiled.kernels() is not None)
+    return target in CONVOLUTIONS or (target in STAND_INS and compiled.kernels() is not None)

@@ -49,6 +49,27 @@ class MaxPool(ctypes.Structure):
     )
 
 
+class Convolution(ctypes.Structure):
+    """`struct convolution` of native/kernels/kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input", "weight", "bias", "out", "scratch")),
+        *((name, ctypes.c_int64) for name in ("in_stride", "num_samples", "in_channels", "out_channels")),
+        *((name, ctypes.c_int64) for name in ("height", "width", "is_backward", "num_summed")),
+    )
+
+
+class ConvolutionWeights(ctypes.Structure):
+    """`struct convolution_weights` of native/kernels/kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input", "grad_out", "out", "grad_bias", "scratch")),
+        *((name, ctypes.c_int64) for name in ("in_stride", "grad_stride", "num_samples", "in_channels")),
+        *((name, ctypes.c_int64) for name in ("out_channels", "height", "width", "window")),
+        *((name, ctypes.c_int64) for name in ("num_parts", "num_summed")),
+    )
+
+
 @functools.cache
 def _compiled() -> ctypes.CDLL | None:
     library = native_library(KERNELS)
@@ -66,6 +87,18 @@ def _compiled() -> ctypes.CDLL | None:
         ):
             function.argtypes = [ctypes.POINTER(struct), ctypes.c_int]
             function.restype = None
+        of_convolutions: tuple[tuple[str, type[ctypes.Structure]], ...] = (
+            ("memfit_convolve_points", Convolution),
+            ("memfit_convolve_windows", Convolution),
+            ("memfit_convolution_weights", ConvolutionWeights),
+        )
+        for name, of in of_convolutions:
+            for function, result in (
+                (getattr(library, name), None),
+                (getattr(library, f"{name}_scratch"), ctypes.c_int64),
+            ):
+                function.argtypes = [ctypes.POINTER(of), ctypes.c_int]
+                function.restype = result
     return library
 
 

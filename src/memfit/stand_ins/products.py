@@ -21,7 +21,7 @@ SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "gr
 """Of a convolution, in the order of its arguments."""
 
 
-def convolution(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any) -> torch.Tensor:
+def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any) -> torch.Tensor:
     """A convolution with a window of one element, as a product."""
     is_served = bias is None and is_product(weight.shape, settings)
     if not is_served or not _are_for_products(input, weight):
@@ -32,7 +32,7 @@ def convolution(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     return torch.bmm(matrix, input.view(num_samples, num_in, -1)).view(num_samples, num_out, *input.shape[2:])
 
 
-def convolution_backward(
+def product_backward(
     grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, bias_sizes: list[int] | None, *rest: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The gradient of such a convolution's input; the input itself may be a ghost."""

@@ -32,11 +32,18 @@ class Proofs:
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self._lock = threading.Lock()
-        self._known: dict[str, bool] = {}
+        self._known: dict[str, bool | str] = {}
         self._loaded = False
 
     def holds(self, rewrite: str, signature: Any, experiment: Callable[[], bool]) -> bool:
         """True if the experiment says both forms are bit-equal; run once per signature and machine."""
+        return bool(self._outcome(rewrite, signature, experiment))
+
+    def found(self, rewrite: str, signature: Any, search: Callable[[], str]) -> str:
+        """Which of many forms is bit-equal, as the search says; nothing if none is."""
+        return str(self._outcome(rewrite, signature, search) or "")
+
+    def _outcome(self, rewrite: str, signature: Any, experiment: Callable[[], bool | str]) -> bool | str:
         key = self._key(rewrite, signature)
         with self._lock:
             self._load()
@@ -45,10 +52,10 @@ class Proofs:
                 self._save()
             return self._known[key]
 
-    def _try(self, rewrite: str, signature: Any, experiment: Callable[[], bool]) -> bool:
+    def _try(self, rewrite: str, signature: Any, experiment: Callable[[], bool | str]) -> bool | str:
         try:
             with torch.no_grad():
-                outcome = bool(experiment())
+                outcome = experiment()
         except (RuntimeError, TypeError) as error:  # the other form does not take these arguments
             log.info("rewrite %s refused by its self-test for %s: %s", rewrite, signature, error)
             return False
@@ -76,7 +83,7 @@ class Proofs:
         self._loaded = True
         try:
             found = json.loads(self._file.read_text())
-            self._known.update({str(key): bool(value) for key, value in found.items()})
+            self._known.update({key: value if isinstance(value, str) else bool(value) for key, value in found.items()})
         except FileNotFoundError:
             pass
         except (OSError, ValueError, AttributeError) as error:
@@ -104,6 +111,9 @@ class AssumedProofs(Proofs):
 
     def holds(self, rewrite: str, signature: Any, experiment: Callable[[], bool]) -> bool:
         return True
+
+    def found(self, rewrite: str, signature: Any, search: Callable[[], str]) -> str:
+        return ""  # which one it would be there, nobody knows
 
 
 PROOFS = Proofs(cache_folder() / "selftests.json")

@@ -2,35 +2,30 @@
 
 The op stays what it is to everyone who reads the step: only what is called where it runs is another (Op.called). Tests
 are on as much of an operand as makes a difference: channels and planes are computed each by itself, and numbers are
-drawn one after the other, so that a few of them say what all do. Products of matrices are tested whole, at several
-places in memory, and must be faster too: that depends on their shape.
+drawn one after the other, so that a few of them say what all do. Convolutions have a file of their own.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from memfit import stand_ins
-from memfit.capture.ghosts import make_ghost
+from memfit.capture.rewrites.convolution_orders import ConvolutionTrials
 from memfit.capture.rewrites.draft import Draft
 from memfit.capture.rewrites.proof import Proofs, same_bits
 from memfit.capture.schemas import named_operands
-from memfit.capture.step import Ghost, Op, Ref, Step
+from memfit.capture.step import Op, Ref, Step
 from memfit.torch_internals import resolve
 
 _NUM_DRAWS = 4
 _SIDE_BY_SIDE = 32  # channels that a kernel goes through at once; what is left over is done by other code
 _NUM_PLANES = 2
 _NUM_NUMBERS = 5000
-_NUM_TIMED, _FASTER = 5, 0.9
-_SWEEP_BYTES = 64 << 20
 
 Experiment = tuple[tuple[Any, ...], Callable[[int], bool]]
 """What tells one test from another, and the test itself, by seed."""
@@ -39,10 +34,14 @@ Experiment = tuple[tuple[Any, ...], Callable[[int], bool]]
 def let_kernels_stand_in(step: Step, proofs: Proofs) -> Step:
     """Name the stand-in of every op that has one which holds."""
     draft = Draft(step)
+    trials = ConvolutionTrials(step, proofs)
     for index, op in enumerate(step.ops):
-        planned = _EXPERIMENTS[op.target](op, step) if stand_ins.is_there(op.target) else None
-        if planned is not None and _holds(op.target, *planned, proofs):
-            draft.ops[index] = replace(op, stand_in=stand_ins.STAND_INS[op.target])
+        if op.target in stand_ins.CONVOLUTIONS:
+            draft.ops[index] = replace(op, stand_in=trials.stand_in_of(op))
+        elif stand_ins.is_there(op.target):
+            planned = _EXPERIMENTS[op.target](op, step)
+            if planned is not None and _holds(op.target, *planned, proofs):
+                draft.ops[index] = replace(op, stand_in=stand_ins.STAND_INS[op.target])
     return draft.close()
 
 
@@ -170,49 +169,6 @@ def _of_pooling(op: Op, step: Step) -> Experiment | None:
     return (*shape, repr(sorted(named.items()))), same
 
 
-def _of_convolution(op: Op, step: Step) -> Experiment | None:
-    named = named_operands(op)
-    operands = {name: named.pop(name) for name in ("grad_output", "input", "weight") if name in named}
-    is_plain = all(isinstance(arg, Ghost) or _is_plain(arg, step) for arg in operands.values())
-    is_of_input = [*named.get("output_mask", (True, False, False))] == [True, False, False]
-    if not is_plain or not is_of_input or named.get("bias") is not None:
-        return None
-    shapes = {name: (arg if isinstance(arg, Ghost) else step.values[arg.value]).shape for name, arg in operands.items()}
-    if not stand_ins.is_product(shapes["weight"], [named[name] for name in stand_ins.SETTINGS]):
-        return None
-
-    def same(seed: int) -> bool:
-        generator = torch.Generator().manual_seed(seed)
-        given = {
-            # Each draw is elsewhere in memory: kernels may go another way where operands are not aligned.
-            name: make_ghost(arg)
-            if isinstance(arg, Ghost)
-            else torch.randn(math.prod(shapes[name]) + seed, generator=generator)[seed:].view(shapes[name])
-            for name, arg in operands.items()
-        }
-        calls = [partial(resolve(name), **given, **named) for name in (op.target, stand_ins.STAND_INS[op.target])]
-        return same_bits(*(call() for call in calls)) and (seed > 0 or _is_faster(*calls))
-
-    ghosts = [name for name, arg in operands.items() if isinstance(arg, Ghost)]
-    return (repr(sorted(shapes.items())), repr(ghosts), repr(sorted(named.items()))), same
-
-
-def _is_faster(plain: Callable[[], Any], made: Callable[[], Any]) -> bool:
-    """True if the second call takes clearly less time than the first; in turn, as a machine may be slow for a while.
-
-    What they work on is out of the cache, as it is in a step.
-    """
-    times_s: tuple[list[float], list[float]] = ([], [])
-    sweep = torch.zeros(_SWEEP_BYTES, dtype=torch.uint8)
-    for _ in range(_NUM_TIMED):
-        for call, taken_s in zip((plain, made), times_s, strict=True):
-            sweep.add_(1)
-            start_s = time.perf_counter()
-            call()
-            taken_s.append(time.perf_counter() - start_s)
-    return min(times_s[1]) <= _FASTER * min(times_s[0])
-
-
 def _is_plain(arg: Any, step: Step, least: int = 1, *, is_contiguous: bool = True) -> bool:
     """True if it is a tensor of at least so many 32-bit floats on a CPU, and contiguous where that is asked."""
     if not isinstance(arg, Ref):
@@ -236,6 +192,4 @@ _EXPERIMENTS: dict[str, Callable[[Op, Step], Experiment | None]] = {
     "aten.native_batch_norm_backward.default": _of_batch_norm_backward,
     "aten.bernoulli_.float": _of_drawing,
     "aten.max_pool2d_with_indices.default": _of_pooling,
-    "aten.convolution.default": _of_convolution,
-    "aten.convolution_backward.default": _of_convolution,
 }

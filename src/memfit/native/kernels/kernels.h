@@ -16,6 +16,7 @@
 #define MEMFIT_FOR_AVX2 1
 #include <immintrin.h>
 #define WITH_AVX2 __attribute__((target("avx2,fma")))
+#define WITH_AVX512 __attribute__((target("avx512f,fma")))
 #endif
 
 struct batch_norm {
@@ -46,6 +47,25 @@ struct max_pool {
     int64_t dilation_height, dilation_width;
 };
 
+/* A convolution with a window of one element, or of three by three with zeros around; it moves by one. */
+struct convolution {
+    const float *in, *weight, *bias; /* bias may be missing */
+    float *out, *scratch;
+    int64_t in_stride; /* from one sample to the next */
+    int64_t num_samples, in_channels, out_channels, height, width;
+    int64_t is_backward; /* in is the gradient of the output, and out that of the input */
+    int64_t num_summed; /* products of so many channels are added up by themselves */
+};
+
+struct convolution_weights { /* the gradient of its weight */
+    const float *in, *grad_out;
+    float *out, *grad_bias, *scratch; /* grad_bias may be missing */
+    int64_t in_stride, grad_stride; /* from one sample to the next */
+    int64_t num_samples, in_channels, out_channels, height, width, window;
+    int64_t num_parts; /* of the samples, each added up by itself */
+    int64_t num_summed; /* with windows of one, products of so many elements are added up by themselves */
+};
+
 void memfit_batch_norm(const struct batch_norm *of, int num_threads);
 void memfit_batch_norm_rows(const struct batch_norm *of, int num_threads); /* channels last */
 
@@ -59,6 +79,15 @@ void memfit_renormalise_rows(const struct batch_norm *of, int num_threads); /* c
 void memfit_batch_norm_rows_sums(const struct batch_norm_backward *of, int num_threads);
 void memfit_batch_norm_rows_backward(const struct batch_norm_backward *of, int num_threads);
 void memfit_max_pool(const struct max_pool *of, int num_threads);
+
+/* Convolutions with windows of one element, and of three by three; and how many floats of scratch they ask for. They must
+ * not be called where memfit_has_avx512() says no. */
+void memfit_convolve_points(const struct convolution *of, int num_threads);
+void memfit_convolve_windows(const struct convolution *of, int num_threads);
+void memfit_convolution_weights(const struct convolution_weights *of, int num_threads);
+int64_t memfit_convolve_points_scratch(const struct convolution *of, int num_threads);
+int64_t memfit_convolve_windows_scratch(const struct convolution *of, int num_threads);
+int64_t memfit_convolution_weights_scratch(const struct convolution_weights *of, int num_threads);
 
 /* What torch does with the sums of one channel. */
 void memfit_finish_channel(const struct batch_norm *of, int64_t channel, float mean, double squares);
@@ -74,6 +103,9 @@ void memfit_allow_avx2(int is_allowed);
 
 /* Whether this machine has AVX2 and FMA, and nobody said to do without. */
 int memfit_has_avx2(void);
+
+/* The same for AVX-512. */
+int memfit_has_avx512(void);
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 

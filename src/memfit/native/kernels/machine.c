@@ -13,3 +13,11 @@ int memfit_has_avx2(void) {
     return 0;
 #endif
 }
+
+int memfit_has_avx512(void) {
+#ifdef MEMFIT_FOR_AVX2
+    return memfit_has_avx2() && __builtin_cpu_supports("avx512f");
+#else
+    return 0;
+#endif
+}

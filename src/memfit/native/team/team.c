@@ -61,3 +61,20 @@ void memfit_share_out(work *run, void *job, int64_t count, int64_t grain, int nu
     else
         take_shares_on_new_threads(&shares);
 }
+
+struct numbered {
+    share *run;
+    const void *job;
+    int64_t num_shares;
+};
+
+static void do_numbered(void *given, int64_t begin, int64_t end) {
+    const struct numbered *of = given;
+    for (int64_t number = begin; number < end; number++)
+        of->run(of->job, number, of->num_shares);
+}
+
+void memfit_do_shares(share *run, const void *job, int num_shares) {
+    struct numbered of = {run, job, num_shares};
+    memfit_share_out(do_numbered, &of, num_shares, 1, num_shares);
+}

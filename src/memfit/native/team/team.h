@@ -18,4 +18,10 @@ void memfit_use_team(team *of_torch);
 /* Share `count` items out over threads, a multiple of `grain` items to each. */
 void memfit_share_out(work *run, void *job, int64_t count, int64_t grain, int num_threads);
 
+/* Work on one of `num_shares` shares of a job; each may have scratch of its own. */
+typedef void share(const void *job, int64_t number, int64_t num_shares);
+
+/* Do all shares, each on a thread as far as there are any. */
+void memfit_do_shares(share *run, const void *job, int num_shares);
+
 #endif

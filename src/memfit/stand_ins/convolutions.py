@@ -1,0 +1,223 @@
+"""Convolutions whose windows are one element or three by three, and their gradients, by kernels of our own.
+
+native/kernels/convolution_points.c, _windows.c and _weights.c say what oneDNN does, and why it takes longer. In which
+order oneDNN adds up depends on shapes and threads, by rules of its own; so an order is part of what a kernel is asked
+for, and which one gives oneDNN's bits is found by trying (capture/rewrites/convolution_orders.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from memfit.precision import cpu_is_precise
+from memfit.stand_ins import compiled
+from memfit.stand_ins.compiled import Convolution, ConvolutionWeights, is_plain
+
+_NAME = re.compile(r"sums_of_(\d+)(?:_in_(\d+))?")
+_CHANNELS_TOGETHER = 16  # with windows of three by three, always
+_USUAL_SUMS = (80, 256, 512)  # with windows of one
+_LEAST_POINTS, _MOST_POINTS = 512, 1536  # of a map, that are added up by themselves for the gradient of a weight
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which order products are added up.
+
+    Attributes:
+        num_summed: so many follow each other from zero, and are then added to the sum of those before: channels, or for
+            the gradient of a weight elements of a map. There, with windows of three by three, no sum begins anew.
+        num_parts: for the gradient of a weight, in how many parts samples are added up; else 0.
+    """
+
+    num_summed: int
+    num_parts: int = 0
+
+    @property
+    def name(self) -> str:
+        """What an operator's overload is called that adds up so."""
+        return f"sums_of_{self.num_summed}" + (f"_in_{self.num_parts}" if self.num_parts else "")
+
+    @staticmethod
+    def named(name: str) -> Order | None:
+        """The order of that name, if it is one."""
+        found = _NAME.fullmatch(name)
+        return None if found is None else Order(int(found[1]), int(found[2] or 0))
+
+
+def orders(shape: Sequence[int], num_samples: int, image: Sequence[int], mask: Sequence[bool]) -> Iterator[Order]:
+    """Those in which oneDNN may add up, likely ones first, by the shape of the weight and what is asked for.
+
+    The mask is that of the gradients; the result of the convolution itself is asked for by an empty one.
+    """
+    num_out, num_in, window, _ = shape
+    if not mask or mask[0]:
+        num_channels = num_out if mask else num_in
+        usual = [_CHANNELS_TOGETHER] if window > 1 else [num_channels, *_USUAL_SUMS]
+        others = [] if window > 1 else range(_CHANNELS_TOGETHER, num_channels, _CHANNELS_TOGETHER)
+        yield from map(Order, dict.fromkeys(min(count, num_channels) for count in (*usual, *others)))
+        return
+    num_threads, size = torch.get_num_threads(), image[0] * image[1]
+    parts = [count for count in range(1, num_threads + 1) if num_threads % count == 0 and count <= num_samples]
+    sums = [size // k for k in range(1, size + 1) if size % k == 0 and _LEAST_POINTS <= size // k <= _MOST_POINTS]
+    for num_summed in dict.fromkeys((size, *sums) if window == 1 else (0,)):
+        yield from (Order(num_summed, num_parts) for num_parts in parts)
+
+
+def is_direct(shape: Sequence[int], image: Sequence[int], settings: Sequence[Any]) -> bool:
+    """True if there are kernels for a convolution of such images, whose weight has that shape."""
+    stride, padding, dilation, transposed, _, groups = settings
+    if len(shape) != 4 or len(image) != 2 or transposed or groups != 1 or {*stride, *dilation} != {1}:
+        return False
+    window = tuple(shape[2:])
+    return (window == (1, 1) and set(padding) == {0}) or (window == (3, 3) and set(padding) == {1} and image[1] > 1)
+
+
+def convolve(
+    order: Order, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any
+) -> torch.Tensor:
+    """A convolution, added up in that order."""
+    library = _library(input)
+    are_plain = is_plain(weight) and (bias is None or is_plain(bias))
+    if library is None or not are_plain or not is_direct(weight.shape, input.shape[2:], settings):
+        made: torch.Tensor = torch.ops.aten.convolution.default(input, weight, bias, *settings)
+        return made
+    return _convolved(library, order, input, weight, bias, is_backward=False)
+
+
+def convolve_backward(
+    order: Order,
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: list[int] | None,
+    *rest: Any,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradient of a convolution's input, or those of its weight and bias; what it does not need may be a ghost."""
+    *settings, mask = rest
+    is_of_weight = order.num_parts > 0
+    if is_of_weight:
+        library, is_served = _library(grad_output, input), [*mask[:2]] == [False, True]
+    else:
+        library, is_served = _library(grad_output), [*mask] == [True, False, False] and is_plain(weight)
+    if library is None or not is_served or not is_direct(weight.shape, input.shape[2:], settings):
+        made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.convolution_backward.default(
+            grad_output, input, weight, bias_sizes, *rest
+        )
+        return made
+    if not is_of_weight:
+        return _convolved(library, order, grad_output, weight, None, is_backward=True), None, None
+    return _weight_gradients(library, order, grad_output, input, weight.shape, has_bias=mask[2])
+
+
+def has_planes(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """True of maps if the channels of a sample follow each other, wherever samples are."""
+    return len(shape) == 4 and 0 not in shape and tuple(strides[1:]) == (shape[2] * shape[3], shape[3], 1)
+
+
+def are_there() -> bool:
+    """True if this machine can run the kernels."""
+    library = compiled.kernels()
+    return library is not None and bool(library.memfit_has_avx512())
+
+
+def _library(*maps: torch.Tensor) -> ctypes.CDLL | None:
+    """The kernels, if they can be used for these."""
+    are_served = all(
+        each.dtype is torch.float32 and each.is_cpu and has_planes(each.shape, each.stride()) for each in maps
+    )
+    return compiled.kernels() if are_served and are_there() and cpu_is_precise() else None
+
+
+def _convolved(
+    library: ctypes.CDLL,
+    order: Order,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    is_backward: bool,
+) -> torch.Tensor:
+    num_samples, num_in, height, width = input.shape
+    num_out = weight.shape[1 if is_backward else 0]
+    out = input.new_empty(num_samples, num_out, height, width)
+    job = Convolution(
+        input=input.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        in_stride=input.stride(0),
+        num_samples=num_samples,
+        in_channels=num_in,
+        out_channels=num_out,
+        height=height,
+        width=width,
+        is_backward=is_backward,
+        num_summed=order.num_summed,
+    )
+    name = "windows" if weight.shape[2] > 1 else "points"
+    _run(library, f"memfit_convolve_{name}", job)
+    return out
+
+
+def _weight_gradients(
+    library: ctypes.CDLL,
+    order: Order,
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    shape: torch.Size,
+    *,
+    has_bias: bool,
+) -> tuple[None, torch.Tensor, torch.Tensor | None]:
+    num_out, num_in, window, _ = shape
+    made, grad_bias = input.new_empty(shape), input.new_empty(num_out) if has_bias else None
+    job = ConvolutionWeights(
+        input=input.data_ptr(),
+        grad_out=grad_output.data_ptr(),
+        out=made.data_ptr(),
+        grad_bias=None if grad_bias is None else grad_bias.data_ptr(),
+        in_stride=input.stride(0),
+        grad_stride=grad_output.stride(0),
+        num_samples=input.shape[0],
+        in_channels=num_in,
+        out_channels=num_out,
+        height=input.shape[2],
+        width=input.shape[3],
+        window=window,
+        num_parts=order.num_parts,
+        num_summed=order.num_summed,
+    )
+    _run(library, "memfit_convolution_weights", job)
+    return None, made, grad_bias
+
+
+def _run(library: ctypes.CDLL, name: str, job: Convolution | ConvolutionWeights) -> None:
+    num_threads = torch.get_num_threads()
+    scratch = torch.empty(getattr(library, f"{name}_scratch")(job, num_threads))
+    job.scratch = scratch.data_ptr()
+    getattr(library, name)(job, num_threads)
+
+
+class Family:
+    """An operator with many stand-ins: called by itself, one for all shapes; its attributes are named after orders."""
+
+    def __init__(self, usual: Callable[..., Any], in_order: Callable[..., Any]) -> None:
+        self._usual = usual
+        self._in_order = in_order
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._usual(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        order = Order.named(name)
+        if order is None:
+            raise AttributeError(f"{name} is no order of sums; those are named like {Order(16).name}.")
+        function = partial(self._in_order, order)
+        setattr(self, name, function)  # it is not asked for a second time
+        return function
