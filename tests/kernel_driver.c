@@ -54,9 +54,9 @@ static void try_batch_norm(int has_rows) {
     free(in), free(weight), free(bias), free(out[0]), free(out[1]);
 }
 
-static void try_batch_norm_backward(void) {
-    int64_t c = draw(1, 70), num_rows = draw(2, 200), all = c * num_rows, num_parts = draw(1, 5);
-    int is_gated = (int)draw(0, 1);
+static void try_batch_norm_backward(int has_rows) {
+    int64_t c = draw(1, 70), n = draw(1, 9), size = draw(8, 60), all = c * n * size, num_parts = draw(1, 5);
+    int is_gated = (int)draw(0, 1) && has_rows;
     float *grad = floats(all), *in = floats(all), *gate = floats(all), *given[3], *grads[2], *out[2], *vectors[2][2];
     for (int v = 0; v < 3; v++)
         given[v] = floats(c);
@@ -65,12 +65,12 @@ static void try_batch_norm_backward(void) {
         memcpy(grads[k], grad, (size_t)all * sizeof(float));
         memfit_allow_avx2(k);
         struct batch_norm_backward of = {grads[k], in, given[0], given[1], given[2], NULL, NULL, out[k], vectors[k][0],
-                                         vectors[k][1], num_rows, c, num_parts};
+                                         vectors[k][1], n, c, size, num_parts};
         if (is_gated) {
             of.gate = gate, of.sums = floats(2 * c);
             memfit_batch_norm_rows_sums(&of, (int)draw(1, 5));
         }
-        memfit_batch_norm_rows_backward(&of, (int)draw(1, 5));
+        (has_rows ? memfit_batch_norm_rows_backward : memfit_batch_norm_backward)(&of, (int)draw(1, 5));
         free(of.sums);
     }
     same("gradients behind the gate", grads[0], grads[1], (size_t)all * sizeof(float));
@@ -241,7 +241,8 @@ int main(int argc, char **argv) {
         return 2;
     state = (uint64_t)atoll(argv[2]);
     for (int round = 0; round < atoi(argv[1]); round++)
-        try_batch_norm(0), try_batch_norm(1), try_batch_norm_backward(), try_max_pool(), try_bernoulli();
+        try_batch_norm(0), try_batch_norm(1), try_batch_norm_backward(0), try_batch_norm_backward(1), try_max_pool(),
+            try_bernoulli();
     memfit_allow_avx2(1);
     for (int round = 0; memfit_has_avx512() && round < atoi(argv[1]) / 20; round++)
         try_convolution(1), try_convolution(3), try_convolution_weights(1), try_convolution_weights(3);

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from memfit import operators, stand_ins
 from memfit.capture.rewrites.proof import same_bits
+from memfit.stand_ins import batch_norm
 from memfit.torch_internals import resolve
 
 pytestmark = needs_kernels
@@ -180,6 +181,47 @@ def test_batch_norm_of_rows_leaves_the_rest_to_torch() -> None:
         assert_same(NORM_GRADIENTS, grad, input, *rest)
         assert_same(BATCH_NORM, input, *vectors(32), True, 0.1, 1e-5)
     assert_same(BATCH_NORM, input, *vectors(32), False, 0.1, 1e-5)
+
+
+# --- its backward, channels first ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape", [(4, 64, 28, 28), (3, 13, 5, 7), (2, 8, 100), (2, 16, 3, 4, 5), (9, 5, 4, 4), (1, 7, 31, 2), (6, 40, 7, 7)]
+)
+def test_the_backward_of_batch_norm_is_torchs(machine: None, shape: tuple[int, ...]) -> None:
+    assert_same(NORM_GRADIENTS, *backward_of(normal(*shape, seed=1), normal(*shape) * 3 + 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 35), st.integers(8, 90), st.integers(0, 10**6))
+def test_the_backward_of_batch_norm_of_any_maps(samples: int, channels: int, size: int, seed: int) -> None:
+    input = normal(samples, channels, size, seed=seed) * 10 ** (seed % 7 - 3) + seed % 5
+    assert_same(NORM_GRADIENTS, *backward_of(normal(samples, channels, size, seed=seed + 1), input))
+
+
+@pytest.mark.parametrize("special", [0.0, -0.0, 1e-42, 3e38, -1e30, NAN, INF])
+def test_the_backward_of_maps_that_are_hard_to_add(machine: None, special: float) -> None:
+    input, grad = normal(5, 16, 5, 5), normal(5, 16, 5, 5, seed=1)
+    input[:, ::2] = special
+    grad[:, 3::4, 1] = special
+    plain, made = both(NORM_GRADIENTS, *backward_of(grad, input))
+    for one, other in zip(plain[:3], made[:3], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert torch.isfinite(plain[0]).any()
+
+
+def test_the_backward_of_other_maps_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_norm, "BatchNormBackward", None)
+    grad, input, *rest = backward_of(normal(4, 6, 5, 5, seed=1), normal(4, 6, 5, 5))
+    for operands in (
+        (grad.transpose(2, 3), input, *rest),
+        (grad[:, :, :1].contiguous(), input[:, :, :1].contiguous(), *rest),  # too small
+        (grad, input, *rest[:-1], [True, False, True]),
+        (grad, input, *rest[:5], False, *rest[6:]),
+        (grad, input, None, *rest[1:]),
+    ):
+        assert_same(NORM_GRADIENTS, *operands)
 
 
 # --- batch norm with what comes next, and once more ------------------------------------------------------------------

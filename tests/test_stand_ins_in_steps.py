@@ -73,9 +73,7 @@ def all_that_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_stands_in_where_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "_is_faster", lambda plain, made: True)
     step = rewrite(memfit.capture(Net(), inputs(4)), proofs=Proofs(None))
-    assert stand_ins_of(step) == {
-        name: stand_ins.STAND_INS[name] for name in stand_ins.STAND_INS if name != NORM_GRADIENTS
-    }
+    assert stand_ins_of(step) == stand_ins.STAND_INS
     for op in step.ops:
         assert signature(step, op).startswith(f"{op.called}("), "its price is that of what is called"
 
@@ -130,9 +128,7 @@ def test_a_model_in_which_they_stand_in_trains_as_in_eager(
     assert_same_as_eager(net(), inputs, policy=policy)
 
 
-@pytest.mark.parametrize(
-    ("net", "expected"), [(Net, {*stand_ins.STAND_INS} - {NORM_GRADIENTS}), (LastNet, {NORM_GRADIENTS})]
-)
+@pytest.mark.parametrize(("net", "expected"), [(Net, {*stand_ins.STAND_INS}), (LastNet, {BATCH_NORM, NORM_GRADIENTS})])
 def test_a_fitted_model_calls_them(net: type[Net], expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     all_that_are_exact(monkeypatch)
     model = net()

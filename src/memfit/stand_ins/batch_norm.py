@@ -1,6 +1,6 @@
-"""Batch norm by the statistics of the batch, its backward with channels last, and the ReLU next to it.
+"""Batch norm by the statistics of the batch, its backward, and the ReLU next to it.
 
-native/kernels/batch_norm.c and batch_norm_rows.c say what torch does, and why it takes longer.
+native/kernels/batch_norm.c, batch_norm_backward.c and batch_norm_rows.c say what torch does, and why it takes longer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from memfit.stand_ins.compiled import BatchNorm, BatchNormBackward, is_plain, nu
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _VECTOR = 16  # floats, at the most
+_LEAST_MAP = 8  # elements
 
 
 def native_batch_norm(
@@ -107,25 +108,28 @@ def native_batch_norm_backward(
     output_mask: list[bool],
     sums: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of such a batch norm whose channels are last in memory; from sums, if somebody has them."""
+    """The gradients of such a batch norm; with channels last from sums, if somebody has them."""
     library = compiled.kernels()
-    is_served = train and all(output_mask) and _are_rows(grad_out, input)
+    has_rows = _are_rows(grad_out, input)
+    is_served = train and all(output_mask) and (has_rows or _are_maps(grad_out, input))
     vectors = [vector for vector in (weight, save_mean, save_invstd) if vector is not None and is_plain(vector)]
     if library is None or not is_served or len(vectors) < 3:
         made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm_backward.default(
             grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
         )
         return made
-    num_channels = input.shape[1]
+    num_samples, num_channels = input.shape[:2]
     grads = torch.empty_like(input), input.new_empty(num_channels), input.new_empty(num_channels)
-    library.memfit_batch_norm_rows_backward(
+    run = library.memfit_batch_norm_rows_backward if has_rows else library.memfit_batch_norm_backward
+    run(
         BatchNormBackward(
             *(tensor.data_ptr() for tensor in (grad_out, input, *vectors)),
             None,
             None if sums is None else sums.data_ptr(),
             *(tensor.data_ptr() for tensor in grads),
-            input.numel() // num_channels,
+            num_samples,
             num_channels,
+            input.numel() // (num_samples * num_channels),
             torch.get_num_threads(),
         ),
         num_threads_for(input),
@@ -143,7 +147,7 @@ def gate_and_add_up(
     library = compiled.kernels()
     if library is None or threshold != 0 or not _are_rows(grad, gate, input) or not is_plain(mean):
         return torch.ops.aten.threshold_backward.grad_input(grad, gate, threshold, grad_input=grad), None
-    num_channels = input.shape[1]
+    num_samples, num_channels = input.shape[:2]
     sums = input.new_empty(2, num_channels)
     library.memfit_batch_norm_rows_sums(
         BatchNormBackward(
@@ -152,8 +156,9 @@ def gate_and_add_up(
             mean=mean.data_ptr(),
             gate=gate.data_ptr(),
             sums=sums.data_ptr(),
-            num_rows=input.numel() // num_channels,
+            num_samples=num_samples,
             num_channels=num_channels,
+            image_size=input.numel() // (num_samples * num_channels),
             num_parts=torch.get_num_threads(),
         ),
         num_threads_for(input),
@@ -162,10 +167,17 @@ def gate_and_add_up(
 
 
 def _are_rows(*maps: torch.Tensor) -> bool:
-    """True if a kernel for gradients can go through these side by side."""
+    """True if a kernel for gradients can go through rows of these side by side."""
     # Of channels that do not fill a vector torch's compiler rounds otherwise.
     is_whole = maps[0].shape[1] % _VECTOR == 0
     return is_whole and all(each.shape == maps[0].shape and has_channels_last(each) for each in maps)
+
+
+def _are_maps(grad_out: torch.Tensor, input: torch.Tensor) -> bool:
+    """True if a kernel for gradients can go through maps of these side by side."""
+    # Smaller ones torch adds up otherwise.
+    is_large = input.dim() > 2 and input.shape[2:].numel() >= _LEAST_MAP and grad_out.shape == input.shape
+    return is_large and all(is_plain(each) and each.stride(1) != 1 for each in (grad_out, input))
 
 
 def has_channels_last(tensor: torch.Tensor) -> bool:

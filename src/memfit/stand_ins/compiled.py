@@ -34,7 +34,7 @@ class BatchNormBackward(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("grad_out", "input", "weight", "mean", "invstd", "gate", "sums")),
         *((name, ctypes.c_void_p) for name in ("grad_in", "grad_weight", "grad_bias")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "num_channels", "num_parts")),
+        *((name, ctypes.c_int64) for name in ("num_samples", "num_channels", "image_size", "num_parts")),
     )
 
 
@@ -81,6 +81,7 @@ def _compiled() -> ctypes.CDLL | None:
             (library.memfit_batch_norm_rows, BatchNorm),
             (library.memfit_renormalise, BatchNorm),
             (library.memfit_renormalise_rows, BatchNorm),
+            (library.memfit_batch_norm_backward, BatchNormBackward),
             (library.memfit_batch_norm_rows_sums, BatchNormBackward),
             (library.memfit_batch_norm_rows_backward, BatchNormBackward),
             (library.memfit_max_pool, MaxPool),

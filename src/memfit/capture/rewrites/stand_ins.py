@@ -78,7 +78,7 @@ def _of_batch_norm_backward(op: Op, step: Step) -> Experiment | None:
     samples = [_sampler(named[name], step) for name in ("grad_out", "input")]
     vectors = [named[name] for name in ("weight", "save_mean", "save_invstd")]
     is_served = named["train"] and all(named["output_mask"]) and all(_is_plain(arg, step) for arg in vectors)
-    if not is_served or not all(sample is not None and sample.has_rows for sample in samples):
+    if not is_served or None in samples:
         return None
     settings = (named["train"], named["eps"], named["output_mask"])
 

@@ -235,7 +235,8 @@ static void renormalise_rows(void *given, int64_t begin, int64_t end) {
 
 static struct rows rows_behind(const struct batch_norm_backward *of, int64_t channel) {
     const float *gate = of->gate ? of->gate + channel : NULL;
-    return (struct rows){of->in + channel, of->grad_out + channel, gate, of->num_rows, of->num_channels};
+    return (struct rows){of->in + channel, of->grad_out + channel, gate, of->num_samples * of->image_size,
+                         of->num_channels};
 }
 
 static void sums_behind(const struct batch_norm_backward *of, int64_t channel, int64_t width, int are_vectors,
@@ -271,7 +272,7 @@ static void add_up_rows(void *given, int64_t begin, int64_t end) {
 static void slope_rows(void *given, int64_t begin, int64_t end) {
     const struct batch_norm_backward *of = given;
     int64_t width;
-    float num_rows = (float)of->num_rows;
+    float num_rows = (float)(of->num_samples * of->image_size);
     for (int64_t channel = begin; channel < end; channel += width) {
         int are_vectors;
         width = width_of(end - channel, &are_vectors);

@@ -29,13 +29,14 @@ struct batch_norm {
     int64_t is_rectified; /* what is negative becomes zero, as a ReLU behind it would have it */
 };
 
-struct batch_norm_backward { /* channels last */
+struct batch_norm_backward {
     float *grad_out; /* with a gate, it is zero where the gate is not positive, and written back */
     const float *in, *weight, *mean, *invstd;
     const float *gate;
     float *sums; /* of the gradient by channel, then of its products with the distances from the mean; may be missing */
     float *grad_in, *grad_weight, *grad_bias;
-    int64_t num_rows, num_channels, num_parts;
+    int64_t num_samples, num_channels, image_size;
+    int64_t num_parts; /* of rows, channels last */
 };
 
 struct max_pool {
@@ -78,6 +79,10 @@ void memfit_renormalise_rows(const struct batch_norm *of, int num_threads); /* c
  * and its backward, with these sums or by itself. */
 void memfit_batch_norm_rows_sums(const struct batch_norm_backward *of, int num_threads);
 void memfit_batch_norm_rows_backward(const struct batch_norm_backward *of, int num_threads);
+
+/* With channels first: maps of 8 elements at least, no gate, no sums. */
+void memfit_batch_norm_backward(const struct batch_norm_backward *of, int num_threads);
+
 void memfit_max_pool(const struct max_pool *of, int num_threads);
 
 /* Convolutions with windows of one element, and of three by three; and how many floats of scratch they ask for. They must
