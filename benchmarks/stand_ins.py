@@ -11,16 +11,29 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from memfit import stand_ins
 from memfit.capture.rewrites.proof import same_bits
+from memfit.stand_ins.convolutions import orders
 from memfit.torch_internals import resolve, thread_team
 
 NUM_ROUNDS = 15
 SWEEP_BYTES = 64 << 20
-PLAIN = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+SIZES = (  # of convolutions: samples, channels before and after, height and width, window
+    (4, 256, 128, 56, 1),
+    (4, 512, 128, 28, 1),
+    (8, 1024, 256, 14, 1),
+    (4, 128, 32, 56, 3),
+    (8, 64, 64, 56, 3),
+)
+MASKS: dict[str, list[bool]] = {
+    "convolution": [],
+    "gradient of its input": [True, False, False],
+    "gradient of its weight": [False, True, False],
+}
 
 Case = tuple[str, Callable[[], tuple[object, ...]]]
 
@@ -36,6 +49,12 @@ def cases() -> dict[str, Case]:
 
         found[f"batch norm {shape}"] = ("aten.native_batch_norm.default", batch_norm)
     for shape in ((4, 128, 56, 56), (4, 512, 28, 28)):
+
+        def backward(shape: tuple[int, ...] = shape) -> tuple[object, ...]:
+            maps = (torch.randn(shape), torch.randn(shape))
+            return (*maps, *(torch.rand(shape[1]) for _ in range(5)), True, 1e-5, [True] * 3)
+
+        found[f"its gradients {shape}"] = ("aten.native_batch_norm_backward.default", backward)
 
         def rows(shape: tuple[int, ...] = shape) -> torch.Tensor:
             return torch.randn(shape).contiguous(memory_format=torch.channels_last)
@@ -55,19 +74,40 @@ def cases() -> dict[str, Case]:
 
         found[f"max pool {shape}, {kernel} x {kernel}"] = ("aten.max_pool2d_with_indices.default", pool)
     found["bernoulli (12, 768, 768)"] = ("aten.bernoulli_.float", lambda: (torch.empty(12, 768, 768), 0.9))
-    for samples, ins, size, outs in ((4, 256, 28, 128), (4, 128, 56, 128), (8, 256, 14, 1024)):
+    for sizes in SIZES:
+        for what, mask in MASKS.items():
 
-        def convolution(sizes: tuple[int, ...] = (samples, ins, size, outs)) -> tuple[object, ...]:
-            samples, ins, size, outs = sizes
-            return (torch.randn(samples, ins, size, size), torch.randn(outs, ins, 1, 1), None, *PLAIN)
+            def convolution(sizes: tuple[int, ...] = sizes, mask: list[bool] = mask) -> tuple[object, ...]:
+                samples, ins, outs, size, window = sizes
+                settings = ([1, 1], [window // 2] * 2, [1, 1], False, [0, 0], 1)
+                input, weight = torch.randn(samples, ins, size, size), torch.randn(outs, ins, window, window)
+                if not mask:
+                    return (input, weight, None, *settings)
+                return (torch.randn(samples, outs, size, size), input, weight, None, *settings, mask)
 
-        name = f"convolution ({samples}, {ins}, {size}, {size}) to {outs} channels, 1 x 1"
-        found[name] = ("aten.convolution.default", convolution)
+            samples, ins, outs, size, window = sizes
+            name = f"{what} ({samples}, {ins}, {size}, {size}) to {outs}, {window} x {window}"
+            found[name] = ("aten.convolution_backward.default" if mask else "aten.convolution.default", convolution)
     return found
+
+
+def stand_in_of(target: str, operands: tuple[Any, ...]) -> str:
+    """Its name; of a convolution, that which adds up in torch's order, or else the product of matrices."""
+    usual = stand_ins.STAND_INS[target]
+    if target in stand_ins.CONVOLUTIONS:
+        mask = operands[-1] if "backward" in target else []
+        weight, (samples, _, *image) = operands[2 if mask else 1], operands[0].shape
+        made = resolve(target)(*operands)
+        for order in orders(weight.shape, samples, image, mask):
+            name = f"{usual.removesuffix('.default')}.{order.name}"
+            if same_bits(made, resolve(name)(*operands)):
+                return name
+    return usual
 
 
 def measure(target: str, operands: tuple[object, ...]) -> dict[str, object]:
     """Milliseconds of torch's, of ours, and of ours on new threads."""
+    stand_in = stand_in_of(target, operands)
     kernels, sweep = stand_ins.kernels(), torch.zeros(SWEEP_BYTES, dtype=torch.uint8)
     times_s: dict[str, list[float]] = {"torch": [], "ours": [], "ours, new threads": []}
     results = {}
@@ -75,7 +115,7 @@ def measure(target: str, operands: tuple[object, ...]) -> dict[str, object]:
         for name, taken_s in times_s.items():
             if kernels is not None:
                 kernels.memfit_use_team(None if name == "ours, new threads" else thread_team())
-            call = resolve(target if name == "torch" else stand_ins.STAND_INS[target])
+            call = resolve(target if name == "torch" else stand_in)
             torch.manual_seed(0)
             sweep.add_(1)
             begin_s = time.perf_counter()

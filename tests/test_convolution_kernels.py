@@ -218,6 +218,29 @@ def test_operands_of_other_kinds_are_left_to_torch(monkeypatch: pytest.MonkeyPat
         assert same_bits(resolve(CONVOLUTION)(*args), stand_ins.convolution.sums_of_16(*args))
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_orders_that_make_no_sense_are_left_to_torch(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolutions, "_run", None)
+    grad, input, weight, _ = drawn(2, 16, 16, 9, 9, window)
+    args = (input, weight, None, *plain(window))
+    assert same_bits(resolve(CONVOLUTION)(*args), stand_ins.convolution.sums_of_0(*args))
+    # No sum of no element, and no part without a sample; the gradient of one is not that of another.
+    for name, mask in (("sums_of_0", OF_INPUT), ("sums_of_9_in_3", OF_WEIGHT), ("sums_of_9_in_1", OF_INPUT)):
+        args = (grad, input, weight, None, *plain(window), mask)
+        assert same_bits(resolve(GRADIENTS)(*args), getattr(stand_ins.convolution_backward, name)(*args))
+
+
+def test_scratch_is_of_one_kind() -> None:
+    """Whatever torch makes of numbers by default."""
+    _, input, weight, _ = drawn(2, 32, 32, 9, 9, 3)
+    expected = resolve(CONVOLUTION)(input, weight, None, *plain(3))
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert same_bits(expected, stand_ins.convolution.sums_of_16(input, weight, None, *plain(3)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_an_order_has_a_name() -> None:
     for order in (Order(16), Order(784, 2), Order(0, 1)):
         assert Order.named(order.name) == order
@@ -293,9 +316,9 @@ def test_none_stands_in_where_its_bits_are_others(monkeypatch: pytest.MonkeyPatc
     run = convolutions._run
     makers: list[str] = []
 
-    def wrongly(library: Any, name: str, job: Any) -> None:
-        run(library, name, job)
-        makers.append(name)
+    def wrongly(kernel: Any, num_floats: Any, job: Any) -> None:
+        run(kernel, num_floats, job)
+        makers.append(kernel.__name__)
         ctypes.cast(job.out, ctypes.POINTER(ctypes.c_int32))[0] ^= 1
 
     monkeypatch.setattr(convolutions, "_run", wrongly)

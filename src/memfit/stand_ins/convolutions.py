@@ -75,8 +75,9 @@ def is_direct(shape: Sequence[int], image: Sequence[int], settings: Sequence[Any
     stride, padding, dilation, transposed, _, groups = settings
     if len(shape) != 4 or len(image) != 2 or transposed or groups != 1 or {*stride, *dilation} != {1}:
         return False
-    window = tuple(shape[2:])
-    return (window == (1, 1) and set(padding) == {0}) or (window == (3, 3) and set(padding) == {1} and image[1] > 1)
+    if shape[2] != shape[3] or {*padding} != {shape[2] // 2}:
+        return False
+    return shape[2] == 1 or (shape[2] == 3 and image[1] > 1)
 
 
 def convolve(
@@ -84,8 +85,8 @@ def convolve(
 ) -> torch.Tensor:
     """A convolution, added up in that order."""
     library = _library(input)
-    are_plain = is_plain(weight) and (bias is None or is_plain(bias))
-    if library is None or not are_plain or not is_direct(weight.shape, input.shape[2:], settings):
+    is_served = order.num_summed > 0 and is_plain(weight) and (bias is None or is_plain(bias))
+    if library is None or not is_served or not is_direct(weight.shape, input.shape[2:], settings):
         made: torch.Tensor = torch.ops.aten.convolution.default(input, weight, bias, *settings)
         return made
     return _convolved(library, order, input, weight, bias, is_backward=False)
@@ -103,9 +104,12 @@ def convolve_backward(
     *settings, mask = rest
     is_of_weight = order.num_parts > 0
     if is_of_weight:
-        library, is_served = _library(grad_output, input), [*mask[:2]] == [False, True]
+        has_sums = order.num_summed > 0 or weight.shape[-1] > 1
+        is_served = [*mask[:2]] == [False, True] and has_sums and order.num_parts <= len(input)
+        library = _library(grad_output, input)
     else:
-        library, is_served = _library(grad_output), [*mask] == [True, False, False] and is_plain(weight)
+        is_served = [*mask] == [True, False, False] and order.num_summed > 0 and is_plain(weight)
+        library = _library(grad_output)
     if library is None or not is_served or not is_direct(weight.shape, input.shape[2:], settings):
         made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.convolution_backward.default(
             grad_output, input, weight, bias_sizes, *rest
@@ -129,10 +133,16 @@ def are_there() -> bool:
 
 def _library(*maps: torch.Tensor) -> ctypes.CDLL | None:
     """The kernels, if they can be used for these."""
-    are_served = all(
-        each.dtype is torch.float32 and each.is_cpu and has_planes(each.shape, each.stride()) for each in maps
-    )
-    return compiled.kernels() if are_served and are_there() and cpu_is_precise() else None
+    library = compiled.kernels()
+    if library is None or not library.memfit_has_avx512() or not cpu_is_precise():
+        return None
+    for each in maps:
+        if each.dtype is not torch.float32 or not each.is_cpu or not has_planes(each.shape, each.stride()):
+            return None
+    return library
+
+
+# Structures are filled by position: names would take as long as everything else before a small convolution runs.
 
 
 def _convolved(
@@ -146,23 +156,26 @@ def _convolved(
 ) -> torch.Tensor:
     num_samples, num_in, height, width = input.shape
     num_out = weight.shape[1 if is_backward else 0]
-    out = input.new_empty(num_samples, num_out, height, width)
+    out = input.new_empty((num_samples, num_out, height, width))
     job = Convolution(
-        input=input.data_ptr(),
-        weight=weight.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        out=out.data_ptr(),
-        in_stride=input.stride(0),
-        num_samples=num_samples,
-        in_channels=num_in,
-        out_channels=num_out,
-        height=height,
-        width=width,
-        is_backward=is_backward,
-        num_summed=order.num_summed,
+        input.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        None,
+        input.stride(0),
+        num_samples,
+        num_in,
+        num_out,
+        height,
+        width,
+        is_backward,
+        order.num_summed,
     )
-    name = "windows" if weight.shape[2] > 1 else "points"
-    _run(library, f"memfit_convolve_{name}", job)
+    if weight.shape[2] > 1:
+        _run(library.memfit_convolve_windows, library.memfit_convolve_windows_scratch, job)
+    else:
+        _run(library.memfit_convolve_points, library.memfit_convolve_points_scratch, job)
     return out
 
 
@@ -175,33 +188,36 @@ def _weight_gradients(
     *,
     has_bias: bool,
 ) -> tuple[None, torch.Tensor, torch.Tensor | None]:
+    num_samples, _, height, width = input.shape
     num_out, num_in, window, _ = shape
     made, grad_bias = input.new_empty(shape), input.new_empty(num_out) if has_bias else None
     job = ConvolutionWeights(
-        input=input.data_ptr(),
-        grad_out=grad_output.data_ptr(),
-        out=made.data_ptr(),
-        grad_bias=None if grad_bias is None else grad_bias.data_ptr(),
-        in_stride=input.stride(0),
-        grad_stride=grad_output.stride(0),
-        num_samples=input.shape[0],
-        in_channels=num_in,
-        out_channels=num_out,
-        height=input.shape[2],
-        width=input.shape[3],
-        window=window,
-        num_parts=order.num_parts,
-        num_summed=order.num_summed,
+        input.data_ptr(),
+        grad_output.data_ptr(),
+        made.data_ptr(),
+        None if grad_bias is None else grad_bias.data_ptr(),
+        None,
+        input.stride(0),
+        grad_output.stride(0),
+        num_samples,
+        num_in,
+        num_out,
+        height,
+        width,
+        window,
+        order.num_parts,
+        order.num_summed,
     )
-    _run(library, "memfit_convolution_weights", job)
+    _run(library.memfit_convolution_weights, library.memfit_convolution_weights_scratch, job)
     return None, made, grad_bias
 
 
-def _run(library: ctypes.CDLL, name: str, job: Convolution | ConvolutionWeights) -> None:
+def _run(kernel: Callable[..., None], num_floats: Callable[..., int], job: Convolution | ConvolutionWeights) -> None:
+    """Call the kernel, with as much scratch as it asks for."""
     num_threads = torch.get_num_threads()
-    scratch = torch.empty(getattr(library, f"{name}_scratch")(job, num_threads))
+    scratch = torch.empty(num_floats(job, num_threads), dtype=torch.float32)
     job.scratch = scratch.data_ptr()
-    getattr(library, name)(job, num_threads)
+    kernel(job, num_threads)
 
 
 class Family:

@@ -39,7 +39,7 @@ class ConvolutionTrials:
     def __init__(self, step: Step, proofs: Proofs) -> None:
         self._step = step
         self._proofs = proofs
-        self._numbers = torch.empty(0)
+        self._numbers = torch.empty(0, dtype=torch.float32)
 
     def stand_in_of(self, op: Op) -> str:
         """The name of the stand-in, or nothing."""
@@ -95,7 +95,7 @@ class ConvolutionTrials:
 
     def _numbers_from(self, begin: int, count: int) -> torch.Tensor:
         if self._numbers.numel() < begin + count:
-            self._numbers = torch.randn(begin + count, generator=torch.Generator().manual_seed(0))
+            self._numbers = torch.randn(begin + count, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
         return self._numbers[begin : begin + count]
 
 
