@@ -142,6 +142,17 @@ def test_a_damaged_cache_is_ignored_and_written_anew(tmp_path: Path, caplog: pyt
     assert Proofs(file).holds("reinplace", ("a",), lambda: False), "the outcome on disk counts"
 
 
+def test_outcomes_are_others_where_libraries_are_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "selftests.json"
+    assert Proofs(file).holds("reinplace", ("a",), lambda: True)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert not Proofs(file).holds("reinplace", ("a",), lambda: False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    assert Proofs(file).holds("reinplace", ("a",), lambda: False)
+
+
 def test_what_a_search_found_is_remembered_too(tmp_path: Path) -> None:
     file = tmp_path / "selftests.json"
     assert Proofs(file).found("stand-ins", ("a",), lambda: "the second") == "the second"

@@ -1,7 +1,8 @@
-"""In which precision torch computes with numbers of 32 bits: a setting that changes bits, and which kernels serve."""
+"""Settings that change bits, and which kernels serve: torch's precisions, and what its libraries are told."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 FULL = "ieee"
 _UNSET = "none"  # by nobody, so that numbers are what they are
 _BACKENDS: Any = torch.backends  # which makes some of its parts when it is imported, unseen by type checkers
+_PREFIXES = ("ONEDNN_", "DNNL_", "MKL_")
 _PRECISE = (FULL, _UNSET)
 _CONVOLUTIONS, _PRODUCTS = _BACKENDS.mkldnn.conv, _BACKENDS.mkldnn.matmul
 
@@ -28,3 +30,9 @@ def cpu_is_precise() -> bool:
     """True if products and convolutions on a CPU are computed in full."""
     # Asked for each convolution: a loop would take longer than all else.
     return _CONVOLUTIONS.fp32_precision in _PRECISE and _PRODUCTS.fp32_precision in _PRECISE
+
+
+def library_settings() -> tuple[str, ...]:
+    """What oneDNN and MKL are told by the environment: it may choose other kernels, with other bits."""
+    told = (name for name in os.environ if name.startswith(_PREFIXES))
+    return tuple(f"{name}={os.environ[name]}" for name in sorted(told))

@@ -22,6 +22,7 @@ import torch
 from memfit.cache import cache_folder
 from memfit.cost.costs import OpCost
 from memfit.json_folder import sources_digest
+from memfit.precision import library_settings
 
 log = logging.getLogger("memfit")
 
@@ -132,6 +133,7 @@ def machine() -> list[Any]:
         torch.get_num_threads(),
         torch.backends.mkldnn.enabled,
         torch.are_deterministic_algorithms_enabled(),
+        list(library_settings()),
         sources_digest("operators.py", "stand_ins", "codecs", "native/codecs", "native/kernels", "native/team"),
     ]
 

@@ -21,7 +21,7 @@ import torch
 from memfit.cache import cache_folder
 from memfit.capture.step import Value
 from memfit.json_folder import sources_digest
-from memfit.precision import float32_precisions
+from memfit.precision import float32_precisions, library_settings
 
 log = logging.getLogger("memfit")
 
@@ -73,6 +73,7 @@ class Proofs:
             torch.backends.mkldnn.enabled,
             torch.are_deterministic_algorithms_enabled(),
             float32_precisions(),
+            library_settings(),
             sources_digest("operators.py", "stand_ins", "native/kernels"),
         )
         return hashlib.sha256(repr((rewrite, signature, machine)).encode()).hexdigest()[:24]
