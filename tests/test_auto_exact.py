@@ -141,7 +141,7 @@ class TwoOutputs(nn.Module):
         return self.head(hidden), hidden
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_share_holds_for_backward_from_one_of_two_outputs_too(which: int) -> None:
     torch.manual_seed(0)
     model, x = TwoOutputs(), torch.randn(2048, 64)

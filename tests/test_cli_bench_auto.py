@@ -28,6 +28,7 @@ def cell(auto: float | None, *others: float, bound: float | None = 0.0, share: f
     return Cell(CASE, limit, point("auto", auto, budget=budget), named)
 
 
+@pytest.mark.slow
 def test_a_corner_of_the_grid(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["bench", "auto", "--networks", "alexnet", "--devices", "titan-x", "--budgets", "80%,50%"]
     assert main([*argv, "--json"]) == 0

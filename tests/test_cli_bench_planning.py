@@ -47,6 +47,7 @@ def bench(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_small_network_for_real(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

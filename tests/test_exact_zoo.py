@@ -84,7 +84,7 @@ def test_networks_of_the_zoo_match_under_autocast(name: str) -> None:
     assert_same_as_eager(model, inputs, batch=2, other_batch=None, steps=2, loss=loss, around=around)
 
 
-@pytest.mark.parametrize("name", ["vgg16_bn", "resnet18", "googlenet", "unet"])
+@pytest.mark.parametrize("name", ["vgg16_bn", "resnet18", pytest.param("googlenet", marks=pytest.mark.slow), "unet"])
 def test_networks_of_the_zoo_match_in_channels_last(name: str) -> None:
     model, inputs, loss = small(name)
     model = model.to(memory_format=torch.channels_last)

@@ -115,7 +115,11 @@ def test_a_budget_below_the_floor_names_the_floor_and_its_op(policy: str) -> Non
 
 @pytest.mark.parametrize(
     ("name", "budget"),
-    [("darts", "50%"), pytest.param("densenet121", "30%", marks=pytest.mark.slow), ("vit_b16", "40%")],
+    [
+        pytest.param("darts", "50%", marks=pytest.mark.slow),
+        pytest.param("densenet121", "30%", marks=pytest.mark.slow),
+        ("vit_b16", "40%"),
+    ],
 )
 def test_graphs_that_few_vertices_split_are_cut_at_sets_of_them(name: str, budget: str) -> None:
     step = planned_network(name, batch=zoo.spec(name).batch)
@@ -126,7 +130,8 @@ def test_graphs_that_few_vertices_split_are_cut_at_sets_of_them(name: str, budge
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet18", "darts", pytest.param("densenet121", marks=pytest.mark.slow), "unet", "gpt2"]
+    "name",
+    ["resnet18", *(pytest.param(name, marks=pytest.mark.slow) for name in ("darts", "densenet121")), "unet", "gpt2"],
 )
 def test_everything_after_a_boundary_is_made_from_it_alone(name: str) -> None:
     graph = StorageGraph.of(planned_network(name, batch=2, image=32))
