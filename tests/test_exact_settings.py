@@ -181,6 +181,49 @@ def test_a_switch_of_torch_turned_between_steps_matches(build: Any, inputs: Any,
     assert_same_as_eager(build(), inputs, around=around, steps=4, other_batch=None)
 
 
+@contextlib.contextmanager
+def threads(count: int) -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Any:
+    torch.backends.mkldnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.deterministic = False
+
+
+@pytest.mark.parametrize(
+    "switched",
+    [lambda: threads(1), lambda: threads(3), lambda: torch.backends.mkldnn.flags(enabled=False), deterministic],
+    ids=["one thread", "three threads", "oneDNN off", "deterministic"],
+)
+def test_a_switch_of_torch_turned_between_forward_and_backward_matches(switched: Any) -> None:
+    """What stands in for kernels was tested with the settings of the forward half."""
+
+    def build() -> nn.Module:
+        body = [nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 48, 1, bias=False)]
+        last = [nn.ReLU(), nn.Conv2d(48, 16, 3, padding=1)]
+        return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), *body, *last)
+
+    def script(model: nn.Module, trace: dict[str, Any]) -> None:
+        for step in range(3):
+            loss = model(torch.randn(4, 3, 28, 28)).square().mean()
+            with switched() if step else contextlib.nullcontext():
+                loss.backward()
+            trace[f"{step}"] = [bits(weight.grad) for weight in model.parameters()]
+
+    with threads(2):
+        both_ways(seeded(build), script)
+
+
 def test_the_number_of_threads_changed_between_steps_matches() -> None:
     def script(model: nn.Module, trace: dict[str, Any]) -> None:
         for step, count in enumerate((1, 2, 1)):

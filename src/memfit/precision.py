@@ -32,6 +32,13 @@ def cpu_is_precise() -> bool:
     return _CONVOLUTIONS.fp32_precision in _PRECISE and _PRODUCTS.fp32_precision in _PRECISE
 
 
+def cpu_settings() -> tuple[Any, ...]:
+    """All that torch can be told while a program runs, by which a kernel on a CPU may give other bits."""
+    onednn = _BACKENDS.mkldnn
+    is_deterministic = torch.are_deterministic_algorithms_enabled(), onednn.deterministic
+    return torch.get_num_threads(), onednn.enabled, *is_deterministic, float32_precisions()
+
+
 def library_settings() -> tuple[str, ...]:
     """What oneDNN and MKL are told by the environment: it may choose other kernels, with other bits."""
     told = (name for name in os.environ if name.startswith(_PREFIXES))

@@ -22,7 +22,7 @@ import torch
 from memfit.cache import cache_folder
 from memfit.cost.costs import OpCost
 from memfit.json_folder import sources_digest
-from memfit.precision import library_settings
+from memfit.precision import cpu_settings, library_settings
 
 log = logging.getLogger("memfit")
 
@@ -130,9 +130,7 @@ def machine() -> list[Any]:
         torch.__version__,
         torch.backends.cpu.get_cpu_capability(),
         _cpu_name(),
-        torch.get_num_threads(),
-        torch.backends.mkldnn.enabled,
-        torch.are_deterministic_algorithms_enabled(),
+        repr(cpu_settings()),
         list(library_settings()),
         sources_digest("operators.py", "stand_ins", "codecs", "native/codecs", "native/kernels", "native/team"),
     ]

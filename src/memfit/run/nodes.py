@@ -30,6 +30,8 @@ from typing import Any, Protocol
 import torch
 
 from memfit.errors import UnsupportedUse
+from memfit.precision import cpu_settings
+from memfit.stand_ins import torchs_own
 from memfit.torch_internals import (
     apply_outside_transforms,
     backward_keeps_graph,
@@ -84,6 +86,8 @@ class Call:
         self._tangents: dict[int, torch.Tensor | None] = {}
         self._slices: Sequence[Slice] | None = None
         self._next = 0
+        self._settings = cpu_settings()
+        self._is_as_before = True
         self._held: dict[tuple[int, int], Any] = {}
 
     def add_head(self, position: int, node: Any) -> None:
@@ -106,14 +110,22 @@ class Call:
         if self._slices is None:
             if self._watch is not None:
                 self._watch.resume()
+            self._is_as_before = cpu_settings() == self._settings
             self._slices = self._start()
+        if not self._is_as_before:
+            # The forward half, and what stands in for kernels of torch, is of other settings. Eager would go on too.
+            with torchs_own():
+                return self._hand_over(self._slices, handover)
+        return self._hand_over(self._slices, handover)
+
+    def _hand_over(self, slices: Sequence[Slice], handover: Handover) -> list[Any]:
         # As a rule backward is called that way, and to see to it takes longer than to look.
         if torch.is_grad_enabled() or any(map(torch.is_autocast_enabled, self._devices)):
             with torch.no_grad(), no_autocast(self._devices):
-                made = self._run_up_to(self._slices, handover)
+                made = self._run_up_to(slices, handover)
         else:
-            made = self._run_up_to(self._slices, handover)
-        if self._watch is not None and self._next == len(self._slices):
+            made = self._run_up_to(slices, handover)
+        if self._watch is not None and self._next == len(slices):
             self._watch.end()
             self._watch = None
         return made

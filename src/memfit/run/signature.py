@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from memfit.capture.structure import Skeleton, fingerprint
-from memfit.precision import float32_precisions
+from memfit.precision import cpu_settings
 from memfit.run.module_state import ModuleState
 from memfit.torch_internals import autocast_state
 
@@ -32,11 +32,8 @@ def _switches() -> Any:
     """torch's own settings that choose ops or kernels."""
     return (
         torch.is_autocast_cache_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
-        float32_precisions(),
-        torch.get_num_threads(),
-        torch.backends.mkldnn.enabled,
+        cpu_settings(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),

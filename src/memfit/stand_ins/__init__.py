@@ -20,7 +20,7 @@ from memfit.stand_ins.batch_norm import (
     native_batch_norm_backward,
     renormalised,
 )
-from memfit.stand_ins.compiled import LEAST_ELEMENTS, kernels
+from memfit.stand_ins.compiled import LEAST_ELEMENTS, kernels, torchs_own
 from memfit.stand_ins.convolutions import Family, Order, convolve, convolve_backward
 from memfit.stand_ins.drawing import bernoulli_
 from memfit.stand_ins.pooling import max_pool2d_with_indices
@@ -44,6 +44,7 @@ __all__ = [
     "native_batch_norm",
     "native_batch_norm_backward",
     "renormalised",
+    "torchs_own",
 ]
 
 STAND_INS = {

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -103,9 +106,31 @@ def _compiled() -> ctypes.CDLL | None:
     return library
 
 
+class _Suspended(threading.local):
+    is_so = False
+
+
+_SUSPENDED = _Suspended()
+
+
+@contextmanager
+def torchs_own() -> Iterator[None]:
+    """In this thread stand-ins call what they stand in for: torch has been told what they were not tested with."""
+    before, _SUSPENDED.is_so = _SUSPENDED.is_so, True
+    try:
+        yield
+    finally:
+        _SUSPENDED.is_so = before
+
+
+def is_suspended() -> bool:
+    """True if torch's own are asked for."""
+    return _SUSPENDED.is_so
+
+
 def kernels() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where there are none; MEMFIT_NATIVE=0 forbids them."""
-    return None if os.environ.get("MEMFIT_NATIVE") == "0" else _compiled()
+    """The compiled kernels, or None where there are none, or are not wanted; MEMFIT_NATIVE=0 forbids them."""
+    return None if _SUSPENDED.is_so or os.environ.get("MEMFIT_NATIVE") == "0" else _compiled()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

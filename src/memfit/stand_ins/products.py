@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memfit.precision import cpu_is_precise
-from memfit.stand_ins.compiled import is_plain
+from memfit.stand_ins.compiled import is_plain, is_suspended
 
 SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 """Of a convolution, in the order of its arguments."""
@@ -57,4 +57,4 @@ def is_product(shape: Sequence[int], settings: Sequence[Any]) -> bool:
 
 def _are_for_products(*tensors: torch.Tensor) -> bool:
     """True if products of these, and convolutions that they stand in for, are computed in full."""
-    return all(map(is_plain, tensors)) and cpu_is_precise()
+    return all(map(is_plain, tensors)) and cpu_is_precise() and not is_suspended()

@@ -21,7 +21,7 @@ import torch
 from memfit.cache import cache_folder
 from memfit.capture.step import Value
 from memfit.json_folder import sources_digest
-from memfit.precision import float32_precisions, library_settings
+from memfit.precision import cpu_settings, library_settings
 
 log = logging.getLogger("memfit")
 
@@ -69,10 +69,7 @@ class Proofs:
         machine = (
             torch.__version__,
             torch.backends.cpu.get_cpu_capability(),
-            torch.get_num_threads(),
-            torch.backends.mkldnn.enabled,
-            torch.are_deterministic_algorithms_enabled(),
-            float32_precisions(),
+            cpu_settings(),
             library_settings(),
             sources_digest("operators.py", "stand_ins", "native/kernels"),
         )
