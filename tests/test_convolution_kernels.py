@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_torch import CONVOLUTION, GRADIENTS, forbidden, needs_kernels, normal
+from codec_cases import num_threads as on_threads
 from equivalence import assert_same_as_eager
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,20 +36,9 @@ needs_avx512 = pytest.mark.skipif(
 OF_INPUT, OF_WEIGHT, OF_BOTH = [True, False, False], [False, True, False], [False, True, True]
 
 
-@contextmanager
-def on_threads(count: int) -> Iterator[None]:
-    """In which order oneDNN adds up depends on how many threads there are."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
-    """With one, torch does not ask oneDNN for windows of one element."""
+    """In which order oneDNN adds up depends on them; with one, torch does not ask it for windows of one element."""
     with on_threads(2):
         yield
 
