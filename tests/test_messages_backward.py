@@ -116,6 +116,32 @@ def test_a_backward_that_fails_leaves_the_next_step_whole() -> None:
     assert [bits(p.grad) for p in model.parameters()] == [bits(p.grad) for p in eager.parameters()]
 
 
+def conv_chain() -> nn.Module:
+    def build() -> nn.Module:
+        layers = [layer for _ in range(6) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.Tanh())]
+        return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers)
+
+    return seeded(build)
+
+
+def test_other_settings_in_backward_are_refused_where_ops_run_again() -> None:
+    """Eager kept what these made in the forward pass; made again they would be of the other settings."""
+    x = torch.randn(2, 3, 16, 16)
+    model = memfit.fit(conv_chain(), policy="sqrt")
+    loss = model(x).square().sum()
+    with torch.backends.mkldnn.flags(enabled=False), pytest.raises(UnsupportedUse) as caught:
+        loss.backward()
+    text = str(caught.value)
+    assert "torch.backends.mkldnn.enabled was True, is False" in text
+    assert re.search(r"aten\.\w+\.\w+ of module '\d+' is made again in backward", text)
+    assert "Set it as it was and run the step again" in text and "policy='keep'" in text
+    assert all(p.grad is None for p in model.parameters())
+    eager = conv_chain()
+    for each in (eager, model):
+        each(x).square().sum().backward()
+    assert [bits(p.grad) for p in model.parameters()] == [bits(p.grad) for p in eager.parameters()]
+
+
 # --- everything we raise ---------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,11 +32,37 @@ def cpu_is_precise() -> bool:
     return _CONVOLUTIONS.fp32_precision in _PRECISE and _PRODUCTS.fp32_precision in _PRECISE
 
 
-def cpu_settings() -> tuple[Any, ...]:
+class CpuSettings(NamedTuple):
     """All that torch can be told while a program runs, by which a kernel on a CPU may give other bits."""
+
+    num_threads: int
+    has_onednn: bool
+    is_deterministic: bool
+    onednn_is_deterministic: bool
+    float32: tuple[str, ...]
+
+    def difference(self, later: CpuSettings) -> str:
+        """What was told otherwise later, in words; empty if nothing was."""
+        pairs = zip(_IN_WORDS, self, later, strict=True)
+        return ", ".join(f"{name} was {before}, is {now}" for name, before, now in pairs if before != now)
+
+
+_IN_WORDS = (
+    "torch.get_num_threads()",
+    "torch.backends.mkldnn.enabled",
+    "torch.are_deterministic_algorithms_enabled()",
+    "torch.backends.mkldnn.deterministic",
+    "the precision of float32 products, convolutions and recurrent layers",
+)
+
+
+def cpu_settings() -> CpuSettings:
+    """What torch is told now."""
     onednn = _BACKENDS.mkldnn
-    is_deterministic = torch.are_deterministic_algorithms_enabled(), onednn.deterministic
-    return torch.get_num_threads(), onednn.enabled, *is_deterministic, float32_precisions()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    return CpuSettings(
+        torch.get_num_threads(), onednn.enabled, is_deterministic, onednn.deterministic, float32_precisions()
+    )
 
 
 def library_settings() -> tuple[str, ...]:

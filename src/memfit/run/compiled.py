@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.rewrites.chunks import whole_target
+from memfit.capture.rewrites.chunks import is_in_chunks, whole_target
 from memfit.capture.step import Origin, Step
 from memfit.capture.structure import put_together
 from memfit.capture.trace import Capture, Incoming
 from memfit.errors import UnsupportedUse
 from memfit.plan.ledger import Ledger
 from memfit.plan.planner import Planned
-from memfit.plan.program import FetchStart, Program
+from memfit.plan.program import FetchStart, Program, Run
 from memfit.run.codegen import Code, Observer, away_name, generate
 from memfit.run.feedback import Feedback
 from memfit.run.nodes import Call, Handover, Slice, StepWatch, attach
@@ -164,9 +164,28 @@ class Compiled:
             if incoming not in self._variants:
                 self._variants[incoming] = self._variant(incoming)
             variant = self._variants[incoming]
+        if call.told_otherwise:
+            (self if variant is None else variant.compiled).require_no_settings(call.told_otherwise)
         if variant is None:
             return self.observed_code.backward if "P" in call.values else self.code.backward
         return variant.slices(call)
+
+    def require_no_settings(self, told_otherwise: str) -> None:
+        """Raise if the backward half has its bits only with the settings of the forward half.
+
+        Eager would go on: what it kept is of other settings too. What is made again would be of these.
+        """
+        step = self.program.step
+        runs = [run for run in self.program.instructions[self.program.boundary :] if isinstance(run, Run)]
+        tied = next((run for run in runs if run.again or is_in_chunks(step.ops[run.op])), None)
+        if tied is not None:
+            op = step.ops[tied.op]
+            how = "is made again" if tied.again else "is made in chunks"
+            raise UnsupportedUse(
+                f"backward through {self.path} with other settings of torch than its forward pass: {told_otherwise}. "
+                f"By this plan {op.target} of module '{op.path or '(root)'}' {how} in backward, and its bits may be "
+                "others that way. Set it as it was and run the step again, or fit with policy='keep'"
+            )
 
     def _variant(self, incoming: Incoming) -> _Variant:
         variant: Compiled = self._recapture(incoming)

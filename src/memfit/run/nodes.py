@@ -87,7 +87,7 @@ class Call:
         self._slices: Sequence[Slice] | None = None
         self._next = 0
         self._settings = cpu_settings()
-        self._is_as_before = True
+        self.told_otherwise = ""  # what torch has been told since the forward half
         self._held: dict[tuple[int, int], Any] = {}
 
     def add_head(self, position: int, node: Any) -> None:
@@ -110,9 +110,9 @@ class Call:
         if self._slices is None:
             if self._watch is not None:
                 self._watch.resume()
-            self._is_as_before = cpu_settings() == self._settings
+            self.told_otherwise = self._settings.difference(cpu_settings())
             self._slices = self._start()
-        if not self._is_as_before:
+        if self.told_otherwise:
             # The forward half, and what stands in for kernels of torch, is of other settings. Eager would go on too.
             with torchs_own():
                 return self._hand_over(self._slices, handover)
