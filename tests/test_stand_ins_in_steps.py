@@ -156,25 +156,42 @@ def test_a_relu_is_left_to_the_batch_norm_before_it(policy: str, monkeypatch: py
 
 
 class Chain(nn.Sequential):
-    """Batch norms with a ReLU behind each, channels last."""
+    """Batch norms with a ReLU behind each."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_format: torch.memory_format) -> None:
         layers = [(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(4)]
         super().__init__(nn.Conv2d(3, 16, 3), *(layer for three in layers for layer in three), nn.Conv2d(16, 4, 1))
-        self.to(memory_format=torch.channels_last)
+        self.to(memory_format=memory_format)
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("policy", ["keep", pytest.param("sqrt", marks=pytest.mark.slow), "vdnn-all"])
-def test_the_backward_of_a_relu_adds_up_for_the_batch_norm_behind_it(
-    policy: str, monkeypatch: pytest.MonkeyPatch
+def test_the_backward_of_a_relu_is_that_of_the_batch_norm_before_it_too(
+    policy: str, memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     all_that_are_exact(monkeypatch)
-    assert_same_as_eager(Chain(), inputs, policy=policy)
-    model = memfit.fit(Chain(), policy=policy)
-    model(*inputs(4)).sum().backward()
+    assert_same_as_eager(Chain(memory_format), inputs, policy=policy)
+    model = memfit.fit(Chain(memory_format), policy=policy)
+    model(*inputs(4)).square().sum().backward()
     text = model.memfit.code  # type: ignore[union-attr]
-    assert text.count(", sums = stand_ins.gate_and_add_up(") == text.count(", sums=sums)") > 0
-    assert policy != "keep" or text.count(", sums=sums)") == 4
+    assert text.count(", made = stand_ins.gate_and_go_on(") == text.count(", made=made)") > 0
+    assert policy != "keep" or text.count(", made=made)") == 4
+
+
+def test_a_gradient_that_is_read_behind_the_batch_norm_is_left_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch norm's gradient must not take its place."""
+
+    class Tapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3)
+            self.shift = nn.Parameter(torch.zeros(4, 16, 38, 38))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.relu(self.norm(self.first(x)) + self.shift))
+
+    all_that_are_exact(monkeypatch)
+    assert_same_as_eager(Tapped(), lambda n: inputs(4), policy="keep")
 
 
 def test_a_relu_that_somebody_reads_the_other_side_of_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ from memfit.plan.program import (
 )
 from memfit.run import kernels
 from memfit.run.aliases import alias, as_captured
-from memfit.run.neighbours import is_rectified, to_add_up
+from memfit.run.neighbours import is_rectified, normalised_behind
 from memfit.tiers.tier import Tier
 
 # The autograd engine keeps the order of two gradients returned together; of more it may not.
@@ -279,7 +279,7 @@ class _Writer:
     def _body(self, body: tuple[Numbered, ...]) -> None:
         where = None
         rectified: int | None = None  # the value that the ReLU that comes next has nothing left to do to
-        has_sums = False  # for the batch norm whose backward comes next
+        is_done = False  # the backward of a batch norm that comes next
         for place, (number, instruction) in enumerate(body):
             match instruction:
                 case Run(index, _) if rectified is not None:
@@ -292,17 +292,17 @@ class _Writer:
                         note = "  (again)" if again else ""
                         self._line(f"# {op.path or '(root)'}  {op.source}".rstrip() + note)
                     form = rerun_form(op) if again else op
-                    following = None if self.observed else self._following(body, place)
-                    if (added := to_add_up(form, following)) is not None:
-                        self._gate(form, added)
-                        has_sums = True
+                    following, freed = (None, []) if self.observed else self._following(body, place)
+                    if (operands := normalised_behind(form, following, freed, self.step)) is not None:
+                        self._gate(form, operands)
+                        is_done = True
                         continue
                     # Not to what is there twice, and forgotten.
                     is_first = bool(form.made) and self.step.values[form.made[0]].storage not in self.live
                     rectified = form.made[0] if is_first and is_rectified(form, following) else None
-                    more = ["is_rectified=True"] * (rectified is not None) + ["sums=sums"] * has_sums
+                    more = ["is_rectified=True"] * (rectified is not None) + ["made=made"] * is_done
                     self._run(number, index, form, more)
-                    has_sums = False
+                    is_done = False
                 case Free(storage):
                     self._free(storage)
                     self._observe(number)
@@ -326,13 +326,20 @@ class _Writer:
                 case Give() | Boundary():
                     raise AssertionError(instruction)
 
-    def _following(self, body: tuple[Numbered, ...], place: int) -> Op | None:
-        """The op that comes next; all that may come before it is freeing."""
+    def _following(self, body: tuple[Numbered, ...], place: int) -> tuple[Op | None, list[int]]:
+        """The op that comes next, if all that comes before it is freeing, and the storages that are freed behind it."""
+        following: Op | None = None
+        freed: list[int] = []
         for after in range(place + 1, len(body)):
-            instruction = body[after][1]
-            if not isinstance(instruction, Free):
-                return self.step.ops[instruction.op] if isinstance(instruction, Run) else None
-        return None
+            match body[after][1]:
+                case Free(storage):
+                    freed.append(storage)
+                case Run(index) if following is None:
+                    following = self.step.ops[index]
+                    freed.clear()
+                case _:
+                    break
+        return following, freed
 
     def _rename(self, value: int, op: Op) -> None:
         """What an op that has been done made of a value: the value itself."""
@@ -341,12 +348,12 @@ class _Writer:
         self.local.add(made)
         self._carry(made)
 
-    def _gate(self, op: Op, added: tuple[Ref, Ref]) -> None:
-        """The backward of a ReLU, in place, with the sums for a batch norm of that input and mean."""
-        for value in dict.fromkeys((*op.reads(), *(ref.value for ref in added))):
+    def _gate(self, op: Op, operands: tuple[Ref, ...]) -> None:
+        """The backward of a ReLU, in place, and of a batch norm that reads these besides."""
+        for value in dict.fromkeys((*op.reads(), *(ref.value for ref in operands))):
             self._fetch(value)
-        operands = ", ".join(self._text(arg) for arg in (*op.args, *added))
-        self._line(f"{self._name(op.made[0])}, sums = stand_ins.gate_and_add_up({operands})")
+        given = ", ".join(self._text(arg) for arg in (*op.args, *operands))
+        self._line(f"{self._name(op.made[0])}, made = stand_ins.gate_and_go_on({given})")
         self.local.add(op.made[0])
         self._carry(op.made[0])
 

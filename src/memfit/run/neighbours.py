@@ -1,15 +1,17 @@
 """Ops that follow one another and are done in one pass over memory, where kernels of ours do the one or the other.
 
 A ReLU that overwrites the result of a batch norm of ours is left to the batch norm. The backward of such a ReLU, in
-place, adds up on its way what the backward of the batch norm has to know. Nothing is held longer or shorter by that,
-but for two numbers for each channel; the self-tests of batch norm hold for these forms too.
+place, does that of the batch norm as well and overwrites the gradient once more, where nobody else reads that. Nothing
+is held longer by that; the self-tests of batch norm hold for these forms too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from memfit.capture.rerun_form import RENORMALISE
 from memfit.capture.schemas import named_operands
-from memfit.capture.step import Op, Ref
+from memfit.capture.step import Op, Ref, Step
 from memfit.stand_ins import STAND_INS
 
 _BATCH_NORM = STAND_INS["aten.native_batch_norm.default"]
@@ -24,10 +26,19 @@ def is_rectified(op: Op, following: Op | None) -> bool:
     return following.target == _RELU and following.args == (Ref(op.made[0]),)
 
 
-def to_add_up(op: Op, following: Op | None) -> tuple[Ref, Ref] | None:
-    """Of a ReLU's backward, in place, that a batch norm's of ours follows on: the input of that, and its mean."""
+def normalised_behind(op: Op, following: Op | None, freed: Collection[int], step: Step) -> tuple[Ref, ...] | None:
+    """Of a ReLU's backward, in place, that a batch norm's of ours follows on: what else that reads.
+
+    These are its input, weight, mean and deviation. `freed` are the storages that go with that batch norm: what it
+    makes takes the place of the gradient, which must be one of them and have as many bytes.
+    """
     if op.target != _GATE or following is None or following.stand_in != _BATCH_NORM_BACKWARD:
         return None
     named = named_operands(following)
+    others = tuple(named[name] for name in ("input", "weight", "save_mean", "save_invstd"))
     is_next = named["grad_out"] == Ref(op.made[0]) and op.kwargs == (("grad_input", op.args[0]),)
-    return (named["input"], named["save_mean"]) if is_next else None
+    is_whole = named["train"] and all(named["output_mask"]) and all(isinstance(other, Ref) for other in others)
+    if not is_next or not is_whole:
+        return None
+    before, after = (step.storage[step.values[value].storage] for value in (op.made[0], following.made[0]))
+    return others if before.id in freed and before.bytes == after.bytes else None

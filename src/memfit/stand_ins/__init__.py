@@ -14,7 +14,7 @@ import torch
 
 from memfit.stand_ins import compiled
 from memfit.stand_ins.batch_norm import (
-    gate_and_add_up,
+    gate_and_go_on,
     has_channels_last,
     native_batch_norm,
     native_batch_norm_backward,
@@ -35,7 +35,7 @@ __all__ = [
     "convolution",
     "convolution_backward",
     "define",
-    "gate_and_add_up",
+    "gate_and_go_on",
     "has_channels_last",
     "is_product",
     "is_there",

@@ -6,6 +6,7 @@ native/kernels/batch_norm.c, batch_norm_backward.c and batch_norm_rows.c say wha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +16,9 @@ from memfit.stand_ins.compiled import BatchNorm, BatchNormBackward, is_plain, nu
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _VECTOR = 16  # floats, at the most
 _LEAST_MAP = 8  # elements
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of input, weight and bias."""
 
 
 def native_batch_norm(
@@ -106,27 +110,65 @@ def native_batch_norm_backward(
     train: bool,
     eps: float,
     output_mask: list[bool],
-    sums: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of such a batch norm; with channels last from sums, if somebody has them."""
-    library = compiled.kernels()
-    has_rows = _are_rows(grad_out, input)
-    is_served = train and all(output_mask) and (has_rows or _are_maps(grad_out, input))
-    vectors = [vector for vector in (weight, save_mean, save_invstd) if vector is not None and is_plain(vector)]
-    if library is None or not is_served or len(vectors) < 3:
-        made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm_backward.default(
-            grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
-        )
+    made: Gradients | None = None,
+) -> Gradients:
+    """The gradients of such a batch norm, or those that were made before."""
+    if made is not None:
         return made
+    vectors = weight, save_mean, save_invstd
+    run = _kernel_for(grad_out, input, vectors) if train and all(output_mask) else None
+    if run is not None:
+        return _differentiate(run, grad_out, input, vectors, None, torch.empty_like(input))
+    gradients: Gradients = torch.ops.aten.native_batch_norm_backward.default(
+        grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
+    )
+    return gradients
+
+
+def gate_and_go_on(
+    grad: torch.Tensor,
+    gate: torch.Tensor,
+    threshold: float,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+) -> tuple[torch.Tensor, Gradients | None]:
+    """A ReLU's backward in place, and in the same go that of the batch norm before it, in the same place.
+
+    Its gradients are None where there is no kernel for them: then the gradient is what the ReLU's backward makes of it.
+    """
+    vectors = weight, mean, invstd
+    is_served = threshold == 0 and gate.dtype is grad.dtype and gate.stride() == grad.stride()
+    run = _kernel_for(grad, input, vectors) if is_served else None
+    if run is None:
+        return torch.ops.aten.threshold_backward.grad_input(grad, gate, threshold, grad_input=grad), None
+    return grad, _differentiate(run, grad, input, vectors, gate, grad)
+
+
+def _kernel_for(grad: torch.Tensor, input: torch.Tensor, vectors: Sequence[torch.Tensor | None]) -> Any:
+    """The kernel for gradients of that layout; None if there is none."""
+    library = compiled.kernels()
+    if library is None or not all(vector is not None and is_plain(vector) for vector in vectors):
+        return None
+    if _are_rows(grad, input):
+        return library.memfit_batch_norm_rows_backward
+    return library.memfit_batch_norm_backward if _are_maps(grad, input) else None
+
+
+def _differentiate(
+    run: Any,
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    vectors: Sequence[torch.Tensor | None],
+    gate: torch.Tensor | None,
+    made: torch.Tensor,
+) -> Gradients:
     num_samples, num_channels = input.shape[:2]
-    grads = torch.empty_like(input), input.new_empty(num_channels), input.new_empty(num_channels)
-    run = library.memfit_batch_norm_rows_backward if has_rows else library.memfit_batch_norm_backward
+    grads = made, input.new_empty(num_channels), input.new_empty(num_channels)
     run(
         BatchNormBackward(
-            *(tensor.data_ptr() for tensor in (grad_out, input, *vectors)),
-            None,
-            None if sums is None else sums.data_ptr(),
-            *(tensor.data_ptr() for tensor in grads),
+            *(None if tensor is None else tensor.data_ptr() for tensor in (grad, input, *vectors, gate, *grads)),
             num_samples,
             num_channels,
             input.numel() // (num_samples * num_channels),
@@ -135,35 +177,6 @@ def native_batch_norm_backward(
         num_threads_for(input),
     )
     return grads
-
-
-def gate_and_add_up(
-    grad: torch.Tensor, gate: torch.Tensor, threshold: float, input: torch.Tensor, mean: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A ReLU's backward in place, and in the same go the sums for the backward of the batch norm before it.
-
-    The sums are None where there is no kernel for them.
-    """
-    library = compiled.kernels()
-    if library is None or threshold != 0 or not _are_rows(grad, gate, input) or not is_plain(mean):
-        return torch.ops.aten.threshold_backward.grad_input(grad, gate, threshold, grad_input=grad), None
-    num_samples, num_channels = input.shape[:2]
-    sums = input.new_empty(2, num_channels)
-    library.memfit_batch_norm_rows_sums(
-        BatchNormBackward(
-            grad_out=grad.data_ptr(),
-            input=input.data_ptr(),
-            mean=mean.data_ptr(),
-            gate=gate.data_ptr(),
-            sums=sums.data_ptr(),
-            num_samples=num_samples,
-            num_channels=num_channels,
-            image_size=input.numel() // (num_samples * num_channels),
-            num_parts=torch.get_num_threads(),
-        ),
-        num_threads_for(input),
-    )
-    return grad, sums
 
 
 def _are_rows(*maps: torch.Tensor) -> bool:

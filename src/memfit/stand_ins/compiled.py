@@ -35,7 +35,7 @@ class BatchNormBackward(ctypes.Structure):
     """`struct batch_norm_backward` of native/kernels/kernels.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("grad_out", "input", "weight", "mean", "invstd", "gate", "sums")),
+        *((name, ctypes.c_void_p) for name in ("grad_out", "input", "weight", "mean", "invstd", "gate")),
         *((name, ctypes.c_void_p) for name in ("grad_in", "grad_weight", "grad_bias")),
         *((name, ctypes.c_int64) for name in ("num_samples", "num_channels", "image_size", "num_parts")),
     )
@@ -85,7 +85,6 @@ def _compiled() -> ctypes.CDLL | None:
             (library.memfit_renormalise, BatchNorm),
             (library.memfit_renormalise_rows, BatchNorm),
             (library.memfit_batch_norm_backward, BatchNormBackward),
-            (library.memfit_batch_norm_rows_sums, BatchNormBackward),
             (library.memfit_batch_norm_rows_backward, BatchNormBackward),
             (library.memfit_max_pool, MaxPool),
         ):

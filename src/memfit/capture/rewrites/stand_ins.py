@@ -88,13 +88,11 @@ def _of_batch_norm_backward(op: Op, step: Step) -> Experiment | None:
         weight, mean, invstd = (torch.rand(input.shape[1], generator=generator).add_(0.5) for _ in vectors)
         operands = (input.mul_(3).add_(1), weight, None, None, mean, invstd, *settings)
         calls = [resolve(target) for target in (op.target, stand_ins.STAND_INS[op.target])]
-        # And behind a ReLU, whose backward adds up in the same go.
+        # And behind a ReLU, whose backward does it in the same go.
         plain = torch.ops.aten.threshold_backward.default(grad, input, 0)
-        gated, sums = stand_ins.gate_and_add_up(grad.clone(), input, 0, input, mean)
-        behind = [calls[0](plain, *operands), stand_ins.native_batch_norm_backward(gated, *operands, sums)]
-        return same_bits(*(call(grad, *operands) for call in calls)) and same_bits(
-            [plain, *behind[0]], [gated, *behind[1]]
-        )
+        gated, made = stand_ins.gate_and_go_on(grad.clone(), input, 0, input, weight, mean, invstd)
+        behind = [calls[0](plain, *operands), stand_ins.native_batch_norm_backward(gated, *operands, made)]
+        return same_bits(*(call(grad, *operands) for call in calls)) and same_bits(*behind)
 
     return (*(part for sample in samples if sample for part in sample.signature), repr(settings)), same
 

@@ -256,19 +256,6 @@ static void sums_behind(const struct batch_norm_backward *of, int64_t channel, i
     }
 }
 
-static void add_up_rows(void *given, int64_t begin, int64_t end) {
-    const struct batch_norm_backward *of = given;
-    int64_t width;
-    for (int64_t channel = begin; channel < end; channel += width) {
-        int are_vectors;
-        float sums[BLOCK], products[BLOCK];
-        width = width_of(end - channel, &are_vectors);
-        sums_behind(of, channel, width, are_vectors, sums, products);
-        memcpy(of->sums + channel, sums, (size_t)width * sizeof *sums);
-        memcpy(of->sums + of->num_channels + channel, products, (size_t)width * sizeof *products);
-    }
-}
-
 static void slope_rows(void *given, int64_t begin, int64_t end) {
     const struct batch_norm_backward *of = given;
     int64_t width;
@@ -276,13 +263,8 @@ static void slope_rows(void *given, int64_t begin, int64_t end) {
     for (int64_t channel = begin; channel < end; channel += width) {
         int are_vectors;
         width = width_of(end - channel, &are_vectors);
-        float made[2][BLOCK];
-        const float *sums = made[0], *products = made[1];
-        if (of->sums) {
-            sums = of->sums + channel;
-            products = sums + of->num_channels;
-        } else
-            sums_behind(of, channel, width, are_vectors, made[0], made[1]);
+        float sums[BLOCK], products[BLOCK];
+        sums_behind(of, channel, width, are_vectors, sums, products);
         struct slopes by;
         for (int64_t c = 0; c < width; c++) {
             float invstd = of->invstd[channel + c];
@@ -307,10 +289,6 @@ static void slope_rows(void *given, int64_t begin, int64_t end) {
 
 void memfit_batch_norm_rows(const struct batch_norm *of, int num_threads) {
     memfit_share_out(normalise_rows, (void *)of, of->num_channels, WIDTH, num_threads);
-}
-
-void memfit_batch_norm_rows_sums(const struct batch_norm_backward *of, int num_threads) {
-    memfit_share_out(add_up_rows, (void *)of, of->num_channels, WIDTH, num_threads);
 }
 
 void memfit_batch_norm_rows_backward(const struct batch_norm_backward *of, int num_threads) {

@@ -30,10 +30,9 @@ struct batch_norm {
 };
 
 struct batch_norm_backward {
-    float *grad_out; /* with a gate, it is zero where the gate is not positive, and written back */
+    float *grad_out; /* with a gate, it counts as zero where the gate is not positive; of rows it is written back so */
     const float *in, *weight, *mean, *invstd;
-    const float *gate;
-    float *sums; /* of the gradient by channel, then of its products with the distances from the mean; may be missing */
+    const float *gate; /* may be missing */
     float *grad_in, *grad_weight, *grad_bias;
     int64_t num_samples, num_channels, image_size;
     int64_t num_parts; /* of rows, channels last */
@@ -74,14 +73,10 @@ void memfit_batch_norm_rows(const struct batch_norm *of, int num_threads); /* ch
 void memfit_renormalise(const struct batch_norm *of, int num_threads);
 void memfit_renormalise_rows(const struct batch_norm *of, int num_threads); /* channels last */
 
-
-/* The sums for its backward, which ask for no more than the gradient, the input, the mean, and the gate if there is one;
- * and its backward, with these sums or by itself. */
-void memfit_batch_norm_rows_sums(const struct batch_norm_backward *of, int num_threads);
-void memfit_batch_norm_rows_backward(const struct batch_norm_backward *of, int num_threads);
-
-/* With channels first: maps of 8 elements at least, no gate, no sums. */
+/* Its backward, and with a gate that of the ReLU behind it; the result may overwrite the gradient. With channels first
+ * maps have 8 elements at least. */
 void memfit_batch_norm_backward(const struct batch_norm_backward *of, int num_threads);
+void memfit_batch_norm_rows_backward(const struct batch_norm_backward *of, int num_threads); /* channels last */
 
 void memfit_max_pool(const struct max_pool *of, int num_threads);
 
