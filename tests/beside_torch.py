@@ -18,6 +18,7 @@ needs_kernels = pytest.mark.skipif(stand_ins.kernels() is None, reason="there is
 
 BATCH_NORM = "aten.native_batch_norm.default"
 NORM_GRADIENTS = "aten.native_batch_norm_backward.default"
+ADDITION = "aten.add_.Tensor"
 BERNOULLI = "aten.bernoulli_.float"
 MAX_POOL = "aten.max_pool2d_with_indices.default"
 CONVOLUTION, GRADIENTS = "aten.convolution.default", "aten.convolution_backward.default"

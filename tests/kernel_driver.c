@@ -104,6 +104,29 @@ static void try_max_pool(void) {
     free(in), free(out[0]), free(out[1]), free(indices[0]), free(indices[1]);
 }
 
+static void try_additions(void) {
+    enum { MOST = 5 };
+    struct addition all[MOST];
+    float *into[2][MOST], *what[MOST];
+    int64_t count = draw(1, MOST), num_into[MOST];
+    for (int64_t a = 0; a < count; a++) {
+        int64_t n = draw(1, 5), size = draw(1, 70), into_stride = size + draw(0, 9), what_stride = size + draw(0, 9);
+        num_into[a] = n * into_stride;
+        into[0][a] = floats(num_into[a]), into[1][a] = floats(num_into[a]), what[a] = floats(n * what_stride);
+        memcpy(into[1][a], into[0][a], (size_t)num_into[a] * sizeof(float));
+        all[a] = (struct addition){into[1][a], what[a], n, size, into_stride, what_stride};
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t j = 0; j < size; j++)
+                into[0][a][i * into_stride + j] += what[a][i * what_stride + j];
+    }
+    memfit_allow_avx2((int)draw(0, 1));
+    memfit_add_all(all, count, (int)draw(1, 5));
+    for (int64_t a = 0; a < count; a++) {
+        same("additions", into[0][a], into[1][a], (size_t)num_into[a] * sizeof(float));
+        free(into[0][a]), free(into[1][a]), free(what[a]);
+    }
+}
+
 static void try_bernoulli(void) {
     int64_t count = draw(1, 3000), next = draw(0, 624);
     int32_t left = (int32_t)(625 - next);
@@ -238,7 +261,7 @@ int main(int argc, char **argv) {
     state = (uint64_t)atoll(argv[2]);
     for (int round = 0; round < atoi(argv[1]); round++)
         try_batch_norm(0), try_batch_norm(1), try_batch_norm_backward(0), try_batch_norm_backward(1), try_max_pool(),
-            try_bernoulli();
+            try_additions(), try_bernoulli();
     memfit_allow_avx2(1);
     for (int round = 0; memfit_has_avx512() && round < atoi(argv[1]) / 20; round++)
         try_convolution(1), try_convolution(3), try_convolution_weights(1), try_convolution_weights(3);

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from beside_torch import (
+    ADDITION,
     BERNOULLI,
     CONVOLUTION,
     GRADIENTS,
@@ -37,6 +38,37 @@ from memfit.torch_internals import resolve
 pytestmark = needs_kernels
 
 MANY = 70_000  # elements: enough for several threads, and for a draw that is not left to torch
+
+
+# --- adding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4, 32, 14, 14), (3, 5, 7), (1, 70_001), (7, 2)])
+def test_additions_in_place_are_torchs(machine: None, shape: tuple[int, ...]) -> None:
+    into, what = normal(*shape), normal(*shape, seed=1)
+    into.view(-1)[::3], what.view(-1)[1::5], what.view(-1)[2] = -0.0, INF, -INF
+    assert_same(ADDITION, into, what)
+    for pair in ((into[:, 1:], what[:, 1:]), (into[:, :1], what[:, 1:2]), (into.mT, what.mT)):
+        assert_same(ADDITION, *(each.clone(memory_format=torch.preserve_format) for each in pair))
+        copies = [[into.clone(), what.clone()] for _ in range(2)]
+        for copy, add in zip(copies, (torch.ops.aten.add_.Tensor, stand_ins.add_), strict=True):
+            one, other = (
+                each.as_strided(view.shape, view.stride(), view.storage_offset())
+                for each, view in zip(copy, pair, strict=True)
+            )
+            assert add(one, other) is one
+        assert same_bits(*copies)  # nothing beside them is touched
+
+
+def test_many_additions_at_once_are_those_one_by_one(machine: None) -> None:
+    into = [normal(4, size, 9, 9, seed=size) for size in (64, 3, 1, 40)]
+    whole = normal(4, 108, 9, 9, seed=9)
+    what = whole.split([64, 3, 1, 40], 1)
+    expected = [one + other for one, other in zip(into, what, strict=True)]
+    stand_ins.add_all(into, what)
+    assert same_bits(into, expected)
+    stand_ins.add_all([into[0], into[1].double()], [what[0], what[1].double()])  # torch's own, for all
+    assert same_bits(into[0], expected[0] + what[0])
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------------

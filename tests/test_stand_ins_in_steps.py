@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from memfit import stand_ins
 from memfit.capture.rewrites import convolution_orders as trials
 from memfit.capture.rewrites import rewrite
 from memfit.capture.rewrites.proof import Proofs
+from memfit.capture.step import Op, Ref
 from memfit.cost.signature import signature
+from memfit.run.neighbours import additions
 from memfit.stand_ins import compiled
 
 pytestmark = needs_kernels
@@ -223,3 +226,42 @@ print(stand_ins.kernels(), resolve("memfit_ops.bernoulli_.default")(torch.empty(
     ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     assert ran.stdout.split() == ["None", "9999.0"], ran.stderr
     assert ran.stderr.count("torch's own kernels are used throughout: there is no C compiler 'no-such-compiler'") == 1
+
+
+class Dense(nn.Module):
+    """A dense block: each layer reads all maps before it, so that backward adds up many gradients at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3 + 16 * number, 16, 3, padding=1) for number in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        maps = [x]
+        for layer in self.layers:
+            maps.append(torch.tanh(layer(torch.cat(maps, 1))))
+        return torch.cat(maps, 1)
+
+
+@pytest.mark.parametrize("policy", ["keep", "sqrt"])
+def test_additions_that_follow_one_another_are_made_at_once(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_that_are_exact(monkeypatch)
+    assert_same_as_eager(Dense(), inputs, policy=policy)
+    model = memfit.fit(Dense(), policy=policy)
+    model(*inputs(4)).square().sum().backward()
+    text = model.memfit.code  # type: ignore[union-attr]
+    assert [line.count("slice_") for line in text.splitlines() if "stand_ins.add_all(" in line] == [3, 2]
+
+
+def test_additions_to_what_another_one_reads_or_writes_are_not_made_with_it() -> None:
+    step = memfit.capture(Dense(), inputs(4))
+    index = next(i for i, op in enumerate(step.ops) if op.target == "aten.add.Tensor")
+    one, two, three = (step.storage[s].values[0] for s in range(3))
+
+    def addition(into: int, what: int) -> Op:
+        stand_in = stand_ins.STAND_INS["aten.add_.Tensor"]
+        return replace(step.ops[index], args=(Ref(into), Ref(what)), kwargs=(), stand_in=stand_in)
+
+    assert len(additions([addition(one, two), addition(three, two)], step)) == 2
+    for second in (addition(one, three), addition(three, one), addition(two, three)):
+        assert len(additions([addition(one, two), second], step)) == 1
+    assert additions([replace(addition(one, two), stand_in=""), addition(three, two)], step) == []

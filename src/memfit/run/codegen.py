@@ -49,7 +49,7 @@ from memfit.plan.program import (
 )
 from memfit.run import kernels
 from memfit.run.aliases import alias, as_captured
-from memfit.run.neighbours import is_rectified, normalised_behind
+from memfit.run.neighbours import additions, is_rectified, normalised_behind
 from memfit.tiers.tier import Tier
 
 # The autograd engine keeps the order of two gradients returned together; of more it may not.
@@ -280,11 +280,14 @@ class _Writer:
         where = None
         rectified: int | None = None  # the value that the ReLU that comes next has nothing left to do to
         is_done = False  # the backward of a batch norm that comes next
+        num_added = 0  # of the additions that come next
         for place, (number, instruction) in enumerate(body):
             match instruction:
                 case Run(index, _) if rectified is not None:
                     self._rename(rectified, self.step.ops[index])
                     rectified = None
+                case Run() if num_added > 0:
+                    num_added -= 1
                 case Run(index, again):
                     op = self.step.ops[index]
                     if (op.path, op.source, again) != where:
@@ -296,6 +299,10 @@ class _Writer:
                     if (operands := normalised_behind(form, following, freed, self.step)) is not None:
                         self._gate(form, operands)
                         is_done = True
+                        continue
+                    if len(added := self._additions(body, place)) > 1:
+                        self._add(added)
+                        num_added = len(added) - 1
                         continue
                     # Not to what is there twice, and forgotten.
                     is_first = bool(form.made) and self.step.values[form.made[0]].storage not in self.live
@@ -341,12 +348,33 @@ class _Writer:
                     break
         return following, freed
 
+    def _additions(self, body: tuple[Numbered, ...], place: int) -> list[Op]:
+        """The additions from there on that can be made at once; any other instruction ends them."""
+        return [] if self.observed else additions(self._ops_from(body, place), self.step)
+
+    def _ops_from(self, body: tuple[Numbered, ...], place: int) -> Iterator[Op]:
+        for at in range(place, len(body)):
+            instruction = body[at][1]
+            if not isinstance(instruction, Run) or instruction.again:
+                return
+            yield self.step.ops[instruction.op]
+
     def _rename(self, value: int, op: Op) -> None:
         """What an op that has been done made of a value: the value itself."""
         made = op.made[0]
         self._line(f"{self._name(made)} = {self._name(value)}")
         self.local.add(made)
         self._carry(made)
+
+    def _add(self, ops: list[Op]) -> None:
+        """Additions in place, all at once."""
+        for op in ops:
+            for value in op.reads():
+                self._fetch(value)
+        into, what = (", ".join(self._text(op.args[position]) for op in ops) for position in range(2))
+        self._line(f"stand_ins.add_all([{into}], [{what}])")
+        for op in ops:
+            self._rename(op.args[0].value, op)
 
     def _gate(self, op: Op, operands: tuple[Ref, ...]) -> None:
         """The backward of a ReLU, in place, and of a batch norm that reads these besides."""

@@ -3,11 +3,13 @@
 A ReLU that overwrites the result of a batch norm of ours is left to the batch norm. The backward of such a ReLU, in
 place, does that of the batch norm as well and overwrites the gradient once more, where nobody else reads that. Nothing
 is held longer by that; the self-tests of batch norm hold for these forms too.
+
+Additions of ours in place that follow one another, none of which reads what another makes, are made at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from memfit.capture.rerun_form import RENORMALISE
 from memfit.capture.schemas import named_operands
@@ -16,6 +18,7 @@ from memfit.stand_ins import STAND_INS
 
 _BATCH_NORM = STAND_INS["aten.native_batch_norm.default"]
 _BATCH_NORM_BACKWARD = STAND_INS["aten.native_batch_norm_backward.default"]
+_ADDITION = STAND_INS["aten.add_.Tensor"]
 _RELU, _GATE = "aten.relu_.default", "aten.threshold_backward.grad_input"
 
 
@@ -42,3 +45,20 @@ def normalised_behind(op: Op, following: Op | None, freed: Collection[int], step
         return None
     before, after = (step.storage[step.values[value].storage] for value in (op.made[0], following.made[0]))
     return others if before.id in freed and before.bytes == after.bytes else None
+
+
+def additions(ops: Iterable[Op], step: Step) -> list[Op]:
+    """The first of these ops, as many as are additions that can be made at once."""
+    found: list[Op] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for op in ops:
+        if op.stand_in != _ADDITION or not op.made:
+            break
+        into, what = (step.values[value].storage for value in op.reads())
+        if into in read | written or what in written:
+            break
+        read.add(what)
+        written.add(into)
+        found.append(op)
+    return found

@@ -13,6 +13,7 @@ import functools
 import torch
 
 from memfit.stand_ins import compiled
+from memfit.stand_ins.adding import add_, add_all
 from memfit.stand_ins.batch_norm import (
     gate_and_go_on,
     has_channels_last,
@@ -31,6 +32,8 @@ __all__ = [
     "LEAST_ELEMENTS",
     "SETTINGS",
     "STAND_INS",
+    "add_",
+    "add_all",
     "bernoulli_",
     "convolution",
     "convolution_backward",
@@ -50,6 +53,7 @@ __all__ = [
 STAND_INS = {
     "aten.native_batch_norm.default": "memfit_ops.native_batch_norm.default",
     "aten.native_batch_norm_backward.default": "memfit_ops.native_batch_norm_backward.default",
+    "aten.add_.Tensor": "memfit_ops.add_.default",
     "aten.bernoulli_.float": "memfit_ops.bernoulli_.default",
     "aten.max_pool2d_with_indices.default": "memfit_ops.max_pool2d_with_indices.default",
     "aten.convolution.default": "memfit_ops.convolution.default",
@@ -87,6 +91,7 @@ _SCHEMAS = (
         "Tensor? running_var, Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) "
         "-> (Tensor, Tensor, Tensor)"
     ),
+    "add_(Tensor(a!) self, Tensor other) -> Tensor(a!)",
     "bernoulli_(Tensor(a!) self, float p=0.5, *, Generator? generator=None) -> Tensor(a!)",
     (
         "max_pool2d_with_indices(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, "
@@ -95,7 +100,7 @@ _SCHEMAS = (
 )
 for _schema in _SCHEMAS:
     _LIBRARY.define(_schema)
-for _kernel in (native_batch_norm, native_batch_norm_backward, bernoulli_, max_pool2d_with_indices):
+for _kernel in (native_batch_norm, native_batch_norm_backward, add_, bernoulli_, max_pool2d_with_indices):
     _LIBRARY.impl(_kernel.__name__, _kernel, "CPU")
 for _name, (_arguments, _family) in _FAMILIES.items():
     _LIBRARY.define(f"{_name}{_arguments}")

@@ -13,10 +13,11 @@ import torch
 
 from memfit.native.library import KERNELS, native_library
 
-_LEAST_SHARED = 1 << 15  # fewer elements are done by one thread
+LEAST_SHARED = 1 << 15
+"""Fewer elements are done by one thread."""
 
 LEAST_ELEMENTS = 1 << 12
-"""Of what is drawn or pooled; for fewer torch's own is as fast."""
+"""Of what is drawn, pooled or added; for fewer torch's own is as fast."""
 
 
 class BatchNorm(ctypes.Structure):
@@ -52,6 +53,15 @@ class MaxPool(ctypes.Structure):
     )
 
 
+class Addition(ctypes.Structure):
+    """`struct addition` of native/kernels/kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("into", "what")),
+        *((name, ctypes.c_int64) for name in ("num_samples", "size", "into_stride", "what_stride")),
+    )
+
+
 class Convolution(ctypes.Structure):
     """`struct convolution` of native/kernels/kernels.h."""
 
@@ -79,6 +89,8 @@ def _compiled() -> ctypes.CDLL | None:
     if library is not None:
         library.memfit_bernoulli.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64]
         library.memfit_bernoulli.restype = None
+        library.memfit_add_all.argtypes = [ctypes.POINTER(Addition), ctypes.c_int64, ctypes.c_int]
+        library.memfit_add_all.restype = None
         for function, struct in (
             (library.memfit_batch_norm, BatchNorm),
             (library.memfit_batch_norm_rows, BatchNorm),
@@ -137,4 +149,4 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def num_threads_for(tensor: torch.Tensor) -> int:
-    return torch.get_num_threads() if tensor.numel() >= _LEAST_SHARED else 1
+    return torch.get_num_threads() if tensor.numel() >= LEAST_SHARED else 1

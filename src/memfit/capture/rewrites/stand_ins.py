@@ -17,7 +17,7 @@ import torch
 from memfit import stand_ins
 from memfit.capture.rewrites.convolution_orders import ConvolutionTrials
 from memfit.capture.rewrites.draft import Draft
-from memfit.capture.rewrites.proof import Proofs, same_bits
+from memfit.capture.rewrites.proof import Proofs, same_bits, sample
 from memfit.capture.schemas import named_operands
 from memfit.capture.step import Op, Ref, Step
 from memfit.torch_internals import resolve
@@ -131,6 +131,26 @@ def _sampler(arg: Any, step: Step) -> _Sampler | None:
     return _Sampler((num_samples, *image, tested), has_rows=True) if is_last and len(image) > 1 else None
 
 
+def _of_addition(op: Op, step: Step) -> Experiment | None:
+    """Which bits a sum has is no question, but layouts and places may be one."""
+    refs = op.args
+    least = stand_ins.LEAST_ELEMENTS
+    if op.kwargs or len(refs) != 2 or not all(_is_plain(arg, step, least, is_contiguous=False) for arg in refs):
+        return None
+    one, other = (step.values[arg.value] for arg in refs)
+    if one.shape != other.shape or len(one.shape) < 2 or one.storage == other.storage:
+        return None
+    if not all(_is_contiguous(value.shape[1:], value.stride[1:]) for value in (one, other)):
+        return None
+
+    def same(seed: int) -> bool:
+        into, what = (sample(value, seed=seed + number) for number, value in enumerate((one, other)))
+        copy = torch.empty_strided(one.shape, one.stride).copy_(into)
+        return same_bits(resolve(op.target)(into, what), resolve(stand_ins.STAND_INS[op.target])(copy, what))
+
+    return (one.shape, one.stride, other.stride), same
+
+
 def _of_drawing(op: Op, step: Step) -> Experiment | None:
     named = named_operands(op)
     if not _is_plain(named["self"], step, stand_ins.LEAST_ELEMENTS) or named["generator"] is not None:
@@ -188,6 +208,7 @@ def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 _EXPERIMENTS: dict[str, Callable[[Op, Step], Experiment | None]] = {
     "aten.native_batch_norm.default": _of_batch_norm,
     "aten.native_batch_norm_backward.default": _of_batch_norm_backward,
+    "aten.add_.Tensor": _of_addition,
     "aten.bernoulli_.float": _of_drawing,
     "aten.max_pool2d_with_indices.default": _of_pooling,
 }

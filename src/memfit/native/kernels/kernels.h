@@ -47,6 +47,13 @@ struct max_pool {
     int64_t dilation_height, dilation_width;
 };
 
+/* One map of an addition in place, and what is added to it: samples in one piece each, of so many elements. */
+struct addition {
+    float *into;
+    const float *what;
+    int64_t num_samples, size, into_stride, what_stride;
+};
+
 /* A convolution with a window of one element, or of three by three with zeros around; it moves by one. */
 struct convolution {
     const float *in, *weight, *bias; /* bias may be missing */
@@ -79,6 +86,8 @@ void memfit_batch_norm_backward(const struct batch_norm_backward *of, int num_th
 void memfit_batch_norm_rows_backward(const struct batch_norm_backward *of, int num_threads); /* channels last */
 
 void memfit_max_pool(const struct max_pool *of, int num_threads);
+
+void memfit_add_all(const struct addition *all, int64_t count, int num_threads);
 
 /* Convolutions with windows of one element, and of three by three; and how many floats of scratch they ask for. They must
  * not be called where memfit_has_avx512() says no. */

@@ -1,0 +1,41 @@
+"""Additions in place, one by one and many at once; native/kernels/additions.c says why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from memfit.stand_ins import compiled
+from memfit.stand_ins.compiled import LEAST_SHARED, Addition
+
+
+def add_(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Add the other map to this one."""
+    add_all((self,), (other,))
+    return self
+
+
+def add_all(into: Sequence[torch.Tensor], what: Sequence[torch.Tensor]) -> None:
+    """Add to each map its counterpart; no two may share memory."""
+    library = compiled.kernels()
+    pairs = [*zip(into, what, strict=True)]
+    if library is None or not all(has_samples(one) and has_samples(other) for one, other in pairs):
+        for one, other in pairs:
+            torch.ops.aten.add_.Tensor(one, other)
+        return
+    additions = (Addition * len(pairs))()
+    for addition, (one, other) in zip(additions, pairs, strict=True):
+        addition.into, addition.what = one.data_ptr(), other.data_ptr()
+        addition.num_samples, addition.size = len(one), one.numel() // len(one)
+        addition.into_stride, addition.what_stride = one.stride(0), other.stride(0)
+    num_elements = sum(one.numel() for one in into)
+    num_threads = torch.get_num_threads() if num_elements >= LEAST_SHARED else 1
+    library.memfit_add_all(additions, len(pairs), num_threads)
+
+
+def has_samples(tensor: torch.Tensor) -> bool:
+    """True if each sample of the map lies in one piece: it may be part of the channels of a larger one."""
+    if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.dim() < 2:
+        return False
+    return tensor.is_contiguous() or tensor[0].is_contiguous()
