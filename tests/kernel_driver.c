@@ -34,8 +34,9 @@ static void same(const char *what, const void *first, const void *second, size_t
 }
 
 static void try_batch_norm(int has_rows) {
-    int64_t n = draw(1, 4), c = draw(1, 70), size = draw(2, 60), all = n * c * size;
-    int64_t num_parts = draw(1, 5);
+    int is_large = draw(1, 30) == 1; /* more than is fetched ahead */
+    int64_t n = draw(1, 4), c = draw(1, is_large ? 30 : 70), size = is_large ? draw(8200, 8300) : draw(2, 60);
+    int64_t all = n * c * size, num_parts = draw(1, 5), is_rectified = draw(0, 1);
     float *in = floats(all), *weight = floats(c), *bias = floats(c), *vectors[2][4], *out[2];
     for (int k = 0; k < 2; k++) {
         out[k] = floats(all);
@@ -43,7 +44,7 @@ static void try_batch_norm(int has_rows) {
             vectors[k][v] = calloc((size_t)c, sizeof(float));
         memfit_allow_avx2(k);
         struct batch_norm of = {in, weight, bias, vectors[k][0], vectors[k][1], out[k], vectors[k][2], vectors[k][3],
-                                0.1, 1e-5, n, c, size, num_parts};
+                                0.1, 1e-5, n, c, size, num_parts, is_rectified};
         (has_rows ? memfit_batch_norm_rows : memfit_batch_norm)(&of, (int)draw(1, 5));
     }
     same("batch norm", out[0], out[1], (size_t)all * sizeof(float));

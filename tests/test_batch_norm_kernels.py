@@ -37,10 +37,19 @@ def vectors(num_channels: int, *, given: str = "wbmv") -> list[torch.Tensor | No
         (64, 24, 1, 1),
         (2, 9, 1, 3),
         (8, 40, 7, 7),
+        (3, 32, 53, 53),  # too large to be fetched ahead
+        (2, 47, 92, 45),
     ],
 )
 def test_batch_norm_is_torchs(machine: None, shape: tuple[int, ...]) -> None:
     assert_same(BATCH_NORM, normal(*shape) * 3 + 1, *vectors(shape[1]), True, 0.1, 1e-5)
+
+
+@pytest.mark.parametrize("num_channels", [*range(1, 9), 12, 15, 21, 38])
+@pytest.mark.parametrize("size", [*range(2, 10), 15, 16, 17, 63])
+def test_batch_norm_with_channels_and_elements_left_over(num_channels: int, size: int) -> None:
+    """Eight channels side by side, four, those that are left; vectors of eight elements, what is left of each map."""
+    assert_same(BATCH_NORM, normal(3, num_channels, size) * 3 + 1, *vectors(num_channels), True, 0.1, 1e-5)
 
 
 @pytest.mark.parametrize("given", ["", "w", "b", "mv", "wb", "wmv"])
@@ -51,21 +60,21 @@ def test_batch_norm_with_any_settings(given: str, momentum: float, eps: float) -
 
 @pytest.mark.parametrize("special", [0.0, -0.0, 1e-42, 3e38, -1e30, 7.0])
 def test_batch_norm_of_numbers_that_are_hard_to_add(machine: None, special: float) -> None:
-    input = normal(2, 16, 5, 5)
+    input = normal(2, 23, 5, 5)
     input[:, ::2] = special  # channels without variance, beside others
-    input[:, 3, 1] = special
-    assert_same(BATCH_NORM, input, *vectors(16), True, 0.1, 1e-5)
+    input[:, 3::4, 1] = special
+    assert_same(BATCH_NORM, input, *vectors(23), True, 0.1, 1e-5)
 
 
 @pytest.mark.parametrize("special", [NAN, INF, -INF])
 def test_batch_norm_keeps_what_is_no_number_to_its_channel(machine: None, special: float) -> None:
-    input = normal(2, 20, 5, 5)
-    input[1, 3, 2, 2] = input[0, 17, 0, 0] = special
-    plain, made = both(BATCH_NORM, input, *vectors(20), True, 0.1, 1e-5)
+    input = normal(2, 23, 5, 5)
+    input[1, 3, 2, 2] = input[0, 17, 0, 0] = input[0, 14, 4, 4] = input[1, 18, 4, 4] = input[0, 22, 4, 4] = special
+    plain, made = both(BATCH_NORM, input, *vectors(23), True, 0.1, 1e-5)
     for one, other in zip(plain, made, strict=True):
         if isinstance(one, torch.Tensor):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-    assert plain[0].isnan().flatten(2).any(2)[0].nonzero().flatten().tolist() == [3, 17]
+    assert plain[0].isnan().flatten(2).any(2)[0].nonzero().flatten().tolist() == [3, 14, 17, 18, 22]
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,12 +2,18 @@
  *
  * torch adds up a channel's elements one after the other in double precision, so that each addition waits for the one
  * before: that takes longer than all else. Here eight channels are added up side by side, each in that same order, and
- * what they are in stays in the cache until they are normalised. */
+ * what they are in stays in the cache until they are normalised. More channels, or vectors of AVX-512, gain nothing. */
 #include <math.h>
 
 #include "kernels.h"
 
-enum { WIDTH = 8 /* channels side by side */ };
+enum {
+    WIDTH = 8, /* channels side by side, at the most */
+    LANES = 4, /* channels in a vector of doubles */
+    PLACES = 8, /* elements of a map in a vector of floats */
+    LINE = 16, /* floats in a line of the cache */
+    MOST_AHEAD = 1 << 16 /* floats that are fetched before it is their turn: of larger maps that gains nothing */
+};
 
 /* The sums over a few channels, or if there are means, those of squared distances from them. */
 static void plain_sums(const struct batch_norm *of, int64_t channel, int64_t num_channels, const float *means,
@@ -25,55 +31,86 @@ static void plain_sums(const struct batch_norm *of, int64_t channel, int64_t num
 }
 
 #ifdef MEMFIT_FOR_AVX2
-/* Rows become columns. */
-WITH_AVX2 static inline void transpose(__m256 rows[WIDTH]) {
-    __m256 pairs[WIDTH], fours[WIDTH];
-    for (int k = 0; k < WIDTH; k += 2) {
-        pairs[k] = _mm256_unpacklo_ps(rows[k], rows[k + 1]);
-        pairs[k + 1] = _mm256_unpackhi_ps(rows[k], rows[k + 1]);
-    }
-    for (int k = 0; k < WIDTH; k += 4) {
-        fours[k] = _mm256_shuffle_ps(pairs[k], pairs[k + 2], 0x44);
-        fours[k + 1] = _mm256_shuffle_ps(pairs[k], pairs[k + 2], 0xee);
-        fours[k + 2] = _mm256_shuffle_ps(pairs[k + 1], pairs[k + 3], 0x44);
-        fours[k + 3] = _mm256_shuffle_ps(pairs[k + 1], pairs[k + 3], 0xee);
-    }
-    for (int k = 0; k < 4; k++) {
-        rows[k] = _mm256_permute2f128_ps(fours[k], fours[k + 4], 0x20);
-        rows[k + 4] = _mm256_permute2f128_ps(fours[k], fours[k + 4], 0x31);
-    }
-}
+#define INLINE static inline __attribute__((always_inline))
 
-WITH_AVX2 static inline void add_eight(__m256 x, const float *means, __m256d *low, __m256d *high) {
-    if (means) {
-        x = _mm256_sub_ps(x, _mm256_loadu_ps(means));
+INLINE WITH_AVX2 __m256 load_places(const float *map, int64_t count, const float *mean) {
+    __m256i order = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256 x = count == PLACES ? _mm256_loadu_ps(map)
+                               : _mm256_maskload_ps(map, _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), order));
+    if (mean) {
+        x = _mm256_sub_ps(x, _mm256_broadcast_ss(mean));
         x = _mm256_mul_ps(x, x);
     }
-    *low = _mm256_add_pd(*low, _mm256_cvtps_pd(_mm256_castps256_ps128(x)));
-    *high = _mm256_add_pd(*high, _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
+    return x;
 }
 
-WITH_AVX2 static inline void avx2_sums(const struct batch_norm *of, int64_t channel, const float *means, double *sums) {
-    __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
-    int64_t size = of->image_size;
+/* Add some places of four maps to the sums over each. A core shuffles one vector at a time, and to make doubles of floats
+ * in a register takes a shuffle as well. So both halves of a vector are left with one place of all four maps each, and are
+ * made doubles as they are loaded again: that takes none. */
+INLINE WITH_AVX2 void add_places(const float *in, int64_t size, int64_t count, const float *means, __m256d *sums) {
+    _Alignas(32) float halves[PLACES][LANES];
+    __m256 pairs[LANES];
+#pragma GCC unroll 2
+    for (int c = 0; c < LANES; c += 2) {
+        __m256 one = load_places(in + c * size, count, means ? means + c : NULL);
+        __m256 other = load_places(in + (c + 1) * size, count, means ? means + c + 1 : NULL);
+        pairs[c] = _mm256_unpacklo_ps(one, other), pairs[c + 1] = _mm256_unpackhi_ps(one, other);
+    }
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; k++) {
+        _mm256_store_ps(halves[4 * k], _mm256_shuffle_ps(pairs[k], pairs[k + 2], 0x44));
+        _mm256_store_ps(halves[4 * k + 2], _mm256_shuffle_ps(pairs[k], pairs[k + 2], 0xee));
+    }
+    __asm__("" : "+m"(halves)); /* or the compiler would take the halves from registers */
+#pragma GCC unroll 8
+    for (int64_t k = 0; k < count; k++)
+        *sums = _mm256_add_pd(*sums, _mm256_cvtps_pd(_mm_load_ps(halves[k % 4 * 2 + k / 4])));
+}
+
+/* Fetch as many elements of the maps that come next as are added up. A core does not foresee that these will be read
+ * where maps are small, and has nothing to wait for while it goes through others a second time. */
+INLINE WITH_AVX2 void fetch_ahead(const float *in) {
+#pragma GCC unroll 4
+    for (int k = 0; k < WIDTH * PLACES; k += LINE)
+        _mm_prefetch((const char *)(in + k), _MM_HINT_T1);
+}
+
+INLINE WITH_AVX2 void add_up(const struct batch_norm *of, int64_t channel, int num_channels, int is_ahead,
+                             const float *means, double *sums) {
+    int64_t size = of->image_size, whole = size / PLACES * PLACES;
+    __m256d found[WIDTH / LANES];
+    for (int c = 0; c < num_channels; c += LANES)
+        found[c / LANES] = _mm256_setzero_pd();
     for (int64_t n = 0; n < of->num_samples; n++) {
         const float *in = of->in + (n * of->num_channels + channel) * size;
-        int64_t i = 0;
-        for (; i + WIDTH <= size; i += WIDTH) {
-            __m256 rows[WIDTH];
-            for (int c = 0; c < WIDTH; c++)
-                rows[c] = _mm256_loadu_ps(in + c * size + i);
-            transpose(rows);
-            for (int k = 0; k < WIDTH; k++)
-                add_eight(rows[k], means, &low, &high);
+        for (int64_t i = 0; i < whole; i += PLACES) {
+            if (is_ahead)
+                fetch_ahead(in + WIDTH * (size + i));
+#pragma GCC unroll 2
+            for (int c = 0; c < num_channels; c += LANES)
+                add_places(in + c * size + i, size, PLACES, means ? means + c : NULL, &found[c / LANES]);
         }
-        for (; i < size; i++)
-            add_eight(_mm256_setr_ps(in[i], in[size + i], in[2 * size + i], in[3 * size + i], in[4 * size + i],
-                                     in[5 * size + i], in[6 * size + i], in[7 * size + i]),
-                      means, &low, &high);
+        if (whole < size)
+#pragma GCC unroll 2
+            for (int c = 0; c < num_channels; c += LANES)
+                add_places(in + c * size + whole, size, size - whole, means ? means + c : NULL, &found[c / LANES]);
     }
-    _mm256_storeu_pd(sums, low);
-    _mm256_storeu_pd(sums + 4, high);
+    for (int c = 0; c < num_channels; c += LANES)
+        _mm256_storeu_pd(sums + c, found[c / LANES]);
+}
+
+/* Four channels, or eight, of those before the end of a thread's share. */
+WITH_AVX2 static void avx2_sums(const struct batch_norm *of, int64_t channel, int64_t width, int64_t end,
+                                const float *means, double *sums) {
+    int64_t num_ahead = WIDTH * of->num_samples * of->image_size;
+    if (width == WIDTH && means)
+        add_up(of, channel, WIDTH, channel + 2 * WIDTH <= end && num_ahead <= MOST_AHEAD, means, sums);
+    else if (width == WIDTH)
+        add_up(of, channel, WIDTH, 0, NULL, sums);
+    else if (means)
+        add_up(of, channel, LANES, 0, means, sums);
+    else
+        add_up(of, channel, LANES, 0, NULL, sums);
 }
 
 WITH_AVX2 static void avx2_scale(const float *in, float *out, int64_t size, float alpha, float beta, float lowest) {
@@ -129,15 +166,18 @@ void memfit_line_of(const struct batch_norm *of, int64_t c, float *alpha, float 
 static void normalise(void *given, int64_t begin, int64_t end) {
     const struct batch_norm *of = given;
     int64_t size = of->image_size, count = of->num_samples * size;
-    for (int64_t channel = begin; channel < end; channel += WIDTH) {
-        int64_t width = least(WIDTH, end - channel);
+    int has_avx2 = memfit_has_avx2();
+    for (int64_t channel = begin, width; channel < end; channel += width) {
+        width = least(WIDTH, end - channel);
+        if (has_avx2 && LANES < width && width < WIDTH)
+            width = LANES; /* the rest is left to plain loops */
         double sums[WIDTH];
         float means[WIDTH], alpha, beta;
         for (int is_var = 0; is_var < 2; is_var++) {
             const float *known = is_var ? means : NULL;
 #ifdef MEMFIT_FOR_AVX2
-            if (memfit_has_avx2() && width == WIDTH)
-                avx2_sums(of, channel, known, sums);
+            if (has_avx2 && width >= LANES)
+                avx2_sums(of, channel, width, end, known, sums);
             else
 #endif
                 plain_sums(of, channel, width, known, sums);
