@@ -34,8 +34,8 @@ static void same(const char *what, const void *first, const void *second, size_t
 }
 
 static void try_batch_norm(int has_rows) {
-    int is_large = draw(1, 30) == 1; /* more than is fetched ahead */
-    int64_t n = draw(1, 4), c = draw(1, is_large ? 30 : 70), size = is_large ? draw(8200, 8300) : draw(2, 60);
+    int is_large = draw(1, 60) == 1; /* more than is fetched ahead */
+    int64_t n = is_large ? 4 : draw(1, 4), c = draw(1, 70), size = is_large ? draw(2050, 2090) : draw(2, 60);
     int64_t all = n * c * size, num_parts = draw(1, 5), is_rectified = draw(0, 1);
     float *in = floats(all), *weight = floats(c), *bias = floats(c), *vectors[2][4], *out[2];
     for (int k = 0; k < 2; k++) {

@@ -44,9 +44,9 @@ INLINE WITH_AVX2 __m256 load_places(const float *map, int64_t count, const float
     return x;
 }
 
-/* Add some places of four maps to the sums over each. A core shuffles one vector at a time, and to make doubles of floats
- * in a register takes a shuffle as well. So both halves of a vector are left with one place of all four maps each, and are
- * made doubles as they are loaded again: that takes none. */
+/* Add some places of four maps to the sums over each. A core shuffles one vector at a time, and to make doubles of
+ * floats that are in a register it shuffles as well. So each half of a vector is left with one place of all four maps,
+ * and becomes doubles as it is loaded again: that takes no shuffle. */
 INLINE WITH_AVX2 void add_places(const float *in, int64_t size, int64_t count, const float *means, __m256d *sums) {
     _Alignas(32) float halves[PLACES][LANES];
     __m256 pairs[LANES];
