@@ -73,6 +73,18 @@ def cases() -> dict[str, Case]:
             return (torch.randn(shape).relu_(), [kernel] * 2, [2, 2], [padding] * 2)
 
         found[f"max pool {shape}, {kernel} x {kernel}"] = ("aten.max_pool2d_with_indices.default", pool)
+    for shape in ((4, 128, 56, 56), (4, 512, 14, 14)):
+
+        def averages(shape: tuple[int, ...] = shape) -> tuple[object, ...]:
+            return (torch.randn(shape), [2, 2], [2, 2])
+
+        def spread(shape: tuple[int, ...] = shape) -> tuple[object, ...]:
+            samples, channels, height, width = shape
+            gradient = torch.randn(samples, channels, height // 2, width // 2)
+            return (gradient, torch.randn(shape), [2, 2], [2, 2], [0, 0], False, True, None)
+
+        found[f"average pool {shape}, 2 x 2"] = ("aten.avg_pool2d.default", averages)
+        found[f"its gradient {shape}, 2 x 2"] = ("aten.avg_pool2d_backward.default", spread)
     found["bernoulli (12, 768, 768)"] = ("aten.bernoulli_.float", lambda: (torch.empty(12, 768, 768), 0.9))
     for sizes in SIZES:
         for what, mask in MASKS.items():

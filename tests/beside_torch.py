@@ -21,6 +21,7 @@ NORM_GRADIENTS = "aten.native_batch_norm_backward.default"
 ADDITION = "aten.add_.Tensor"
 BERNOULLI = "aten.bernoulli_.float"
 MAX_POOL = "aten.max_pool2d_with_indices.default"
+AVERAGES, AVERAGES_GRADIENT = "aten.avg_pool2d.default", "aten.avg_pool2d_backward.default"
 CONVOLUTION, GRADIENTS = "aten.convolution.default", "aten.convolution_backward.default"
 
 NAN, INF = float("nan"), float("inf")

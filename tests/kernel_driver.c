@@ -105,6 +105,29 @@ static void try_max_pool(void) {
     free(in), free(out[0]), free(out[1]), free(indices[0]), free(indices[1]);
 }
 
+static void try_average_pool(int is_backward) {
+    struct average_pool of = {.num_planes = draw(1, 5), .kernel_height = draw(1, 4), .kernel_width = draw(1, 4),
+                              .counts_padding = draw(0, 1), .divisor = draw(0, 1) * draw(1, 9)};
+    of.stride_height = draw(is_backward ? of.kernel_height : 1, 5);
+    of.stride_width = draw(is_backward ? of.kernel_width : 1, 5);
+    of.pad_height = draw(0, of.kernel_height / 2), of.pad_width = draw(0, of.kernel_width / 2);
+    of.in_height = draw(of.kernel_height, of.kernel_height + 12);
+    of.in_width = draw(of.kernel_width, of.kernel_width + 40);
+    of.out_height = (of.in_height + 2 * of.pad_height - of.kernel_height) / of.stride_height + 1;
+    of.out_width = (of.in_width + 2 * of.pad_width - of.kernel_width) / of.stride_width + 1;
+    int64_t before = of.num_planes * of.in_height * of.in_width, after = of.num_planes * of.out_height * of.out_width;
+    float *in = floats(is_backward ? after : before), *out[2];
+    of.in = in;
+    for (int k = 0; k < 2; k++) {
+        of.out = out[k] = floats(is_backward ? before : after);
+        memfit_allow_avx2(k);
+        (is_backward ? memfit_average_pool_backward : memfit_average_pool)(&of, (int)draw(1, 5));
+    }
+    same(is_backward ? "gradients of averages" : "averages", out[0], out[1],
+         (size_t)(is_backward ? before : after) * sizeof(float));
+    free(in), free(out[0]), free(out[1]);
+}
+
 static void try_additions(void) {
     enum { MOST = 5 };
     struct addition all[MOST];
@@ -262,7 +285,7 @@ int main(int argc, char **argv) {
     state = (uint64_t)atoll(argv[2]);
     for (int round = 0; round < atoi(argv[1]); round++)
         try_batch_norm(0), try_batch_norm(1), try_batch_norm_backward(0), try_batch_norm_backward(1), try_max_pool(),
-            try_additions(), try_bernoulli();
+            try_average_pool(0), try_average_pool(1), try_additions(), try_bernoulli();
     memfit_allow_avx2(1);
     for (int round = 0; memfit_has_avx512() && round < atoi(argv[1]) / 20; round++)
         try_convolution(1), try_convolution(3), try_convolution_weights(1), try_convolution_weights(3);

@@ -14,6 +14,8 @@ import pytest
 import torch
 from beside_torch import (
     ADDITION,
+    AVERAGES,
+    AVERAGES_GRADIENT,
     BERNOULLI,
     CONVOLUTION,
     GRADIENTS,
@@ -32,7 +34,7 @@ import memfit
 from memfit import stand_ins
 from memfit.capture.rewrites.proof import same_bits
 from memfit.native import library
-from memfit.stand_ins import drawing
+from memfit.stand_ins import compiled, drawing
 from memfit.torch_internals import resolve
 
 pytestmark = needs_kernels
@@ -203,6 +205,117 @@ def test_other_pools_are_left_to_torch() -> None:
     assert_same(MAX_POOL, mixed(8, 40, 40), [2, 2])  # no batch
     with pytest.raises(RuntimeError, match="pad should be at most half"):
         resolve(stand_ins.STAND_INS[MAX_POOL])(mixed(2, 8, 40, 40), [2, 2], [2, 2], [2, 2])
+
+
+POOLS = [  # shapes of maps, kernel and all that follows
+    ((4, 32, 56, 56), ([2, 2], [2, 2], [0, 0], False, True, None)),
+    ((4, 32, 14, 14), ([2, 2], [], [0, 0], False, True, None)),
+    ((1, 600, 3, 3), ([2, 2], [2, 2], [1, 1], False, False, None)),
+    ((2, 4, 39, 41), ([2, 2], [2, 2], [0, 0], True, True, None)),
+    ((2, 4, 39, 41), ([2, 2], [2, 2], [0, 0], False, True, None)),
+    ((2, 4, 39, 41), ([3, 2], [4, 2], [1, 1], True, False, None)),
+    ((2, 4, 40, 40), ([2, 2], [3, 3], [1, 1], True, True, -7)),
+    ((3, 5, 40, 17), ([3, 3], [1, 1], [1, 1], False, True, None)),
+    ((3, 5, 40, 17), ([3, 3], [1, 1], [1, 1], False, False, None)),
+    ((2, 4, 50, 50), ([3, 5], [2, 2], [1, 2], True, True, None)),
+    ((2, 4, 50, 50), ([7], [5], [0], False, True, 3)),
+    ((2, 4, 50, 50), ([50, 50], [], [0, 0], False, True, None)),
+    ((2, 4, 50, 50), ([1, 1], [3, 3], [0, 0], False, True, None)),
+]
+
+
+def without_bytes(like: torch.Tensor) -> torch.Tensor:
+    ghost = torch.empty_like(like)
+    ghost.untyped_storage().resize_(0)
+    return ghost
+
+
+def assert_averages_are_torchs(input: torch.Tensor, seed: int, *arguments: Any) -> None:
+    """Forward and backward, and backward of an input of which there is but the shape."""
+    assert_same(AVERAGES, input, *arguments)
+    gradient = mixed(*resolve(AVERAGES)(input, *arguments).shape, seed=seed).to(input.dtype)
+    assert_same(AVERAGES_GRADIENT, gradient, input, *arguments)
+    made = resolve(stand_ins.STAND_INS[AVERAGES_GRADIENT])(gradient, without_bytes(input), *arguments)
+    assert same_bits(resolve(AVERAGES_GRADIENT)(gradient, input, *arguments), made)
+
+
+@pytest.mark.parametrize(("shape", "arguments"), POOLS)
+def test_average_pooling_is_torchs(machine: None, shape: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+    assert_averages_are_torchs(mixed(*shape), 1, *arguments)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_average_pooling_of_any_window(data: st.DataObject) -> None:
+    def pair(low: int, high: int) -> list[int]:
+        return [data.draw(st.integers(low, high)), data.draw(st.integers(low, high))]
+
+    kernel, stride = pair(1, 5), pair(1, 6)
+    padding = [data.draw(st.integers(0, size // 2)) for size in kernel]
+    shape = (2, 3, *(data.draw(st.integers(size, 45)) for size in kernel))
+    seed = data.draw(st.integers(0, 99))
+    sample = mixed(*shape, seed=seed).repeat(1, 1 + 4096 // (6 * shape[2] * shape[3]), 1, 1)
+    sample.mul_(data.draw(st.sampled_from([1.0, -1.0, -1e-44, 1e38])))  # quotients of nearly zero, infinite sums
+    ceil_mode, count_include_pad = data.draw(st.booleans()), data.draw(st.booleans())
+    divisor = data.draw(st.none() | st.integers(1, 40) | st.integers(-40, -1))
+    assert_averages_are_torchs(sample, seed + 1, kernel, stride, padding, ceil_mode, count_include_pad, divisor)
+
+
+def test_a_quotient_that_is_a_negative_zero_becomes_a_positive_one() -> None:
+    """As torch adds it to a zero: no random number would be so small."""
+    least = torch.full((1, 8, 32, 32), -1e-45)
+    made = resolve(stand_ins.STAND_INS[AVERAGES])(least, [2, 2], divisor_override=1 << 20)
+    assert not made.signbit().any() and not made.any()
+    gradient = torch.full((1, 8, 16, 16), -0.0)
+    arguments = ([2, 2], [2, 2], [0, 0], False, True, None)
+    assert not resolve(stand_ins.STAND_INS[AVERAGES_GRADIENT])(gradient, least, *arguments).signbit().any()
+
+
+def test_kernels_of_ours_do_the_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And torch does where there is none for it."""
+    asked: list[str] = []
+    kernels = stand_ins.kernels()
+
+    class Kernels:
+        """A library that takes note of what is called."""
+
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return getattr(kernels, name)
+
+    monkeypatch.setattr(compiled, "kernels", lambda: Kernels())
+    for shape, arguments in POOLS:
+        asked.clear()
+        assert_same(AVERAGES, mixed(*shape), *arguments)
+        assert asked == ["memfit_average_pool"]
+        gradient = resolve(AVERAGES)(mixed(*shape), *arguments)
+        assert_same(AVERAGES_GRADIENT, gradient, mixed(*shape), *arguments)
+        assert asked[1:] == ["memfit_average_pool_backward"] * stand_ins.are_apart(*arguments[:2])
+    asked.clear()
+    settings = ([2, 2], [2, 2], [0, 0], False, True, None)
+    for sample in (
+        mixed(2, 8, 40, 40).double(),
+        mixed(2, 8, 40, 40).to(memory_format=torch.channels_last),
+        mixed(8, 40, 40),  # no batch
+        mixed(2, 2, 8, 8),  # too few elements
+    ):
+        assert_averages_are_torchs(sample, 0, *settings)
+    gradient = mixed(2, 8, 20, 20).to(memory_format=torch.channels_last)
+    assert_same(AVERAGES_GRADIENT, gradient, mixed(2, 8, 40, 40), *settings)
+    assert not asked
+
+
+def test_what_is_wrong_with_averages_is_torchs_to_say() -> None:
+    forward, backward = (resolve(stand_ins.STAND_INS[name]) for name in (AVERAGES, AVERAGES_GRADIENT))
+    maps = mixed(2, 8, 40, 40)
+    with pytest.raises(RuntimeError, match="pad should be at most half"):
+        forward(maps, [2, 2], [2, 2], [2, 2])
+    with pytest.raises(RuntimeError, match="divisor must be not zero"):
+        forward(maps, [2, 2], divisor_override=0)
+    with pytest.raises(RuntimeError, match="divisor must be not zero"):
+        backward(mixed(2, 8, 20, 20), maps, [2, 2], [2, 2], [0, 0], False, True, 0)
+    with pytest.raises(RuntimeError, match="Expected a tensor of dimension 4"):
+        backward(mixed(2, 8, 10, 20), maps, [2, 2], [2, 2], [0, 0], False, True, None)
 
 
 # --- products --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from memfit.stand_ins.batch_norm import (
 from memfit.stand_ins.compiled import LEAST_ELEMENTS, kernels, torchs_own
 from memfit.stand_ins.convolutions import Family, Order, convolve, convolve_backward
 from memfit.stand_ins.drawing import bernoulli_
-from memfit.stand_ins.pooling import max_pool2d_with_indices
+from memfit.stand_ins.pooling import are_apart, avg_pool2d, avg_pool2d_backward, max_pool2d_with_indices
 from memfit.stand_ins.products import SETTINGS, is_product, product, product_backward
 
 __all__ = [
@@ -34,6 +34,9 @@ __all__ = [
     "STAND_INS",
     "add_",
     "add_all",
+    "are_apart",
+    "avg_pool2d",
+    "avg_pool2d_backward",
     "bernoulli_",
     "convolution",
     "convolution_backward",
@@ -56,6 +59,8 @@ STAND_INS = {
     "aten.add_.Tensor": "memfit_ops.add_.default",
     "aten.bernoulli_.float": "memfit_ops.bernoulli_.default",
     "aten.max_pool2d_with_indices.default": "memfit_ops.max_pool2d_with_indices.default",
+    "aten.avg_pool2d.default": "memfit_ops.avg_pool2d.default",
+    "aten.avg_pool2d_backward.default": "memfit_ops.avg_pool2d_backward.default",
     "aten.convolution.default": "memfit_ops.convolution.default",
     "aten.convolution_backward.default": "memfit_ops.convolution_backward.default",
 }
@@ -97,10 +102,27 @@ _SCHEMAS = (
         "max_pool2d_with_indices(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, "
         "int[2] dilation=1, bool ceil_mode=False) -> (Tensor, Tensor)"
     ),
+    (
+        "avg_pool2d(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, bool ceil_mode=False, "
+        "bool count_include_pad=True, int? divisor_override=None) -> Tensor"
+    ),
+    (
+        "avg_pool2d_backward(Tensor grad_output, Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, "
+        "bool ceil_mode, bool count_include_pad, int? divisor_override) -> Tensor"
+    ),
 )
 for _schema in _SCHEMAS:
     _LIBRARY.define(_schema)
-for _kernel in (native_batch_norm, native_batch_norm_backward, add_, bernoulli_, max_pool2d_with_indices):
+_KERNELS = (
+    native_batch_norm,
+    native_batch_norm_backward,
+    add_,
+    bernoulli_,
+    max_pool2d_with_indices,
+    avg_pool2d,
+    avg_pool2d_backward,
+)
+for _kernel in _KERNELS:
     _LIBRARY.impl(_kernel.__name__, _kernel, "CPU")
 for _name, (_arguments, _family) in _FAMILIES.items():
     _LIBRARY.define(f"{_name}{_arguments}")

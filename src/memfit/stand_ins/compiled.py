@@ -53,6 +53,17 @@ class MaxPool(ctypes.Structure):
     )
 
 
+class AveragePool(ctypes.Structure):
+    """`struct average_pool` of native/kernels/kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input", "out")),
+        *((name, ctypes.c_int64) for name in ("num_planes", "in_height", "in_width", "out_height", "out_width")),
+        *((f"{what}_{axis}", ctypes.c_int64) for what in ("kernel", "stride", "pad") for axis in ("height", "width")),
+        *((name, ctypes.c_int64) for name in ("counts_padding", "divisor")),
+    )
+
+
 class Addition(ctypes.Structure):
     """`struct addition` of native/kernels/kernels.h."""
 
@@ -99,6 +110,8 @@ def _compiled() -> ctypes.CDLL | None:
             (library.memfit_batch_norm_backward, BatchNormBackward),
             (library.memfit_batch_norm_rows_backward, BatchNormBackward),
             (library.memfit_max_pool, MaxPool),
+            (library.memfit_average_pool, AveragePool),
+            (library.memfit_average_pool_backward, AveragePool),
         ):
             function.argtypes = [ctypes.POINTER(struct), ctypes.c_int]
             function.restype = None

@@ -19,7 +19,7 @@ from memfit.capture.rewrites.convolution_orders import ConvolutionTrials
 from memfit.capture.rewrites.draft import Draft
 from memfit.capture.rewrites.proof import Proofs, same_bits, sample
 from memfit.capture.schemas import named_operands
-from memfit.capture.step import Op, Ref, Step
+from memfit.capture.step import Ghost, Op, Ref, Step, Value
 from memfit.torch_internals import resolve
 
 _NUM_DRAWS = 4
@@ -172,19 +172,60 @@ def _of_drawing(op: Op, step: Step) -> Experiment | None:
 
 def _of_pooling(op: Op, step: Step) -> Experiment | None:
     named = named_operands(op)
-    input = named.pop("self")
-    if not _is_plain(input, step, stand_ins.LEAST_ELEMENTS) or len(step.values[input.value].shape) != 4:
+    maps = _maps(named.pop("self"), step, stand_ins.LEAST_ELEMENTS)
+    if maps is None:
         return None
-    shape = (_NUM_PLANES, _NUM_PLANES, *step.values[input.value].shape[2:])
+    shape = (*_num_planes(maps), *maps.shape[2:])
 
     def same(seed: int) -> bool:
-        generator = torch.Generator().manual_seed(seed)
-        sample = torch.randn(shape, generator=generator).relu_()  # equal numbers, of which the first counts
-        sample[torch.rand(shape, generator=generator) < 0.01] = float("nan")
+        sample = _numbers_and_others(shape, seed)
         calls = (resolve(target) for target in (op.target, stand_ins.STAND_INS[op.target]))
         return same_bits(*(call(sample, **named) for call in calls))
 
     return (*shape, repr(sorted(named.items()))), same
+
+
+def _of_pooling_backward(op: Op, step: Step) -> Experiment | None:
+    named = named_operands(op)
+    grad = _maps(named.pop("grad_output"), step)
+    maps = _maps(named.pop("self"), step, stand_ins.LEAST_ELEMENTS)
+    if grad is None or maps is None or not stand_ins.are_apart(named["kernel_size"], named["stride"]):
+        return None
+    planes = _num_planes(maps)
+    shapes = [(*planes, *each.shape[2:]) for each in (grad, maps)]
+
+    def same(seed: int) -> bool:
+        sample, like = _numbers_and_others(shapes[0], seed), torch.empty(shapes[1])
+        calls = (resolve(target) for target in (op.target, stand_ins.STAND_INS[op.target]))
+        return same_bits(*(call(sample, like, **named) for call in calls))
+
+    return (*shapes[1], repr(sorted(named.items()))), same
+
+
+def _maps(arg: Any, step: Step, least: int = 1) -> Value | Ghost | None:
+    """What poolings are done on, if there are kernels for it; a ghost will do."""
+    if isinstance(arg, Ghost):
+        is_plain = arg.dtype is torch.float32 and arg.device == "cpu" and _is_contiguous(arg.shape, arg.stride)
+        return arg if is_plain and len(arg.shape) == 4 and math.prod(arg.shape) >= least else None
+    if not _is_plain(arg, step, least) or len(step.values[arg.value].shape) != 4:
+        return None
+    return step.values[arg.value]
+
+
+def _num_planes(maps: Value | Ghost) -> tuple[int, int]:
+    """As few as make a difference, but not so few that they would be left to torch."""
+    enough = -(-stand_ins.LEAST_ELEMENTS // (_NUM_PLANES * math.prod(maps.shape[2:])))
+    return _NUM_PLANES, max(_NUM_PLANES, enough)
+
+
+def _numbers_and_others(shape: Sequence[int], seed: int) -> torch.Tensor:
+    """Numbers, in the first sample many that are equal, of which the first is the maximum; zeros of either sign."""
+    generator = torch.Generator().manual_seed(seed)
+    sample = torch.randn(shape, generator=generator)
+    sample[0].relu_()
+    for special in (float("nan"), float("inf"), -0.0):
+        sample[torch.rand(shape, generator=generator) < 0.01] = special
+    return sample
 
 
 def _is_plain(arg: Any, step: Step, least: int = 1, *, is_contiguous: bool = True) -> bool:
@@ -211,4 +252,6 @@ _EXPERIMENTS: dict[str, Callable[[Op, Step], Experiment | None]] = {
     "aten.add_.Tensor": _of_addition,
     "aten.bernoulli_.float": _of_drawing,
     "aten.max_pool2d_with_indices.default": _of_pooling,
+    "aten.avg_pool2d.default": _of_pooling,
+    "aten.avg_pool2d_backward.default": _of_pooling_backward,
 }

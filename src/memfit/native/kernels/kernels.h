@@ -47,6 +47,15 @@ struct max_pool {
     int64_t dilation_height, dilation_width;
 };
 
+struct average_pool {
+    const float *in; /* backward, the gradient of the output */
+    float *out; /* backward, that of the input */
+    int64_t num_planes, in_height, in_width, out_height, out_width; /* of the op: backward, out has the input's sizes */
+    int64_t kernel_height, kernel_width, stride_height, stride_width, pad_height, pad_width;
+    int64_t counts_padding; /* zeros around the map count as elements of a window */
+    int64_t divisor; /* what sums are divided by; if it is 0, the number of elements */
+};
+
 /* One map of an addition in place, and what is added to it: samples in one piece each, of so many elements. */
 struct addition {
     float *into;
@@ -86,6 +95,10 @@ void memfit_batch_norm_backward(const struct batch_norm_backward *of, int num_th
 void memfit_batch_norm_rows_backward(const struct batch_norm_backward *of, int num_threads); /* channels last */
 
 void memfit_max_pool(const struct max_pool *of, int num_threads);
+
+/* No window may be outside its map, which torch sees to; backward, no two may overlap. */
+void memfit_average_pool(const struct average_pool *of, int num_threads);
+void memfit_average_pool_backward(const struct average_pool *of, int num_threads);
 
 void memfit_add_all(const struct addition *all, int64_t count, int num_threads);
 
