@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from memfit import stand_ins
 from memfit.torch_internals import thread_team
+
+_ISA, _WITHOUT_TILES = "ONEDNN_MAX_CPU_ISA", "AVX10_1_512"
+_PRODUCT = "import torch; one = torch.ones(64, 64, dtype=torch.bfloat16); one @ one"
+
+
+def pytest_configure() -> None:
+    """Have oneDNN do without AMX on virtual machines that say they have it and do not run it.
+
+    There a product of brain floats ends any process, eager's too. Workers inherit what is set here.
+    """
+    processor = Path("/proc/cpuinfo")
+    if _ISA not in os.environ and processor.exists() and "amx_bf16" in processor.read_text():
+        ran = subprocess.run([sys.executable, "-c", _PRODUCT], capture_output=True, check=False)
+        if ran.returncode < 0:
+            os.environ[_ISA] = _WITHOUT_TILES
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -46,7 +46,7 @@ def let_kernels_stand_in(step: Step, proofs: Proofs) -> Step:
 
 
 def _holds(target: str, signature: tuple[Any, ...], same: Callable[[int], bool], proofs: Proofs) -> bool:
-    return proofs.holds("stand-ins", (target, *signature), lambda: all(map(same, range(_NUM_DRAWS))))
+    return proofs.holds("stand-ins", (target, *signature), lambda: all(same(seed) for seed in range(_NUM_DRAWS)))
 
 
 def _of_batch_norm(op: Op, step: Step) -> Experiment | None:
