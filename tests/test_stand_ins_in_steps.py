@@ -26,7 +26,7 @@ from memfit.capture.rewrites import rewrite
 from memfit.capture.rewrites.proof import Proofs
 from memfit.capture.step import Op, Ref
 from memfit.cost.signature import signature
-from memfit.run.neighbours import additions
+from memfit.run.neighbours import additions, divisions
 from memfit.stand_ins import compiled
 
 pytestmark = needs_kernels
@@ -64,8 +64,9 @@ def inputs(batch: int) -> tuple[torch.Tensor]:
 
 
 def stand_ins_of(step: memfit.Step) -> dict[str, str]:
-    """By what they stand in for; a convolution in any order of sums."""
-    return {op.target: f"{op.stand_in.rsplit('.', 1)[0]}.default" for op in step.ops if op.stand_in}
+    """By what they stand in for; a convolution in any order of sums. Not counting, which batch norm always does."""
+    named = ((op.target, op.stand_in) for op in step.ops if op.stand_in not in ("", stand_ins.COUNT_UP))
+    return {target: f"{name.rsplit('.', 1)[0]}.default" for target, name in named}
 
 
 def all_that_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,15 +231,29 @@ print(stand_ins.kernels(), resolve("memfit_ops.bernoulli_.default")(torch.empty(
     assert ran.stderr.count("torch's own kernels are used throughout: there is no C compiler 'no-such-compiler'") == 1
 
 
+def test_batch_norms_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = memfit.fit(Net(), policy="keep")
+    counter = model.body[1].num_batches_tracked
+    version = counter._version
+    for number in range(1, 4):
+        model(*inputs(4))
+        assert counter.item() == number and counter._version == version + number
+    assert "stand_ins.count_up(body_1_num_batches_tracked, 1)" in model.memfit.code  # type: ignore[union-attr]
+    monkeypatch.setattr(stand_ins, "count_up", lambda counter, number: counter.add_(number + 1))
+    without = rewrite(memfit.capture(Net(), inputs(4)), proofs=Proofs(None))
+    assert not any(op.stand_in == stand_ins.COUNT_UP for op in without.ops)
+
+
 class Dense(nn.Module):
     """A dense block: each layer reads all maps before it, so that backward adds up many gradients at once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(3 + 16 * number, 16, 3, padding=1) for number in range(5))
+        self.first = nn.Conv2d(3, 8, 3)
+        self.layers = nn.ModuleList(nn.Conv2d(8 + 16 * number, 16, 3, padding=1) for number in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        maps = [x]
+        maps = [self.first(x)]
         for layer in self.layers:
             maps.append(torch.tanh(layer(torch.cat(maps, 1))))
         return torch.cat(maps, 1)
@@ -251,7 +266,9 @@ def test_additions_that_follow_one_another_are_made_at_once(policy: str, monkeyp
     model = memfit.fit(Dense(), policy=policy)
     model(*inputs(4)).square().sum().backward()
     text = model.memfit.code  # type: ignore[union-attr]
-    assert [line.count("slice_") for line in text.splitlines() if "stand_ins.add_all(" in line] == [3, 2]
+    lines = text.splitlines()
+    assert [line.count("slice_") for line in lines if "stand_ins.add_all(" in line] == [3, 2]
+    assert text.count("aten.slice.") == 1 and any(", [8, 16, 16], 1)" in line for line in lines if "aten.split" in line)
 
 
 def test_additions_to_what_another_one_reads_or_writes_are_not_made_with_it() -> None:
@@ -267,3 +284,26 @@ def test_additions_to_what_another_one_reads_or_writes_are_not_made_with_it() ->
     for second in (addition(one, three), addition(three, one), addition(two, three)):
         assert len(additions([addition(one, two), second], step)) == 1
     assert additions([replace(addition(one, two), stand_in=""), addition(three, two)], step) == []
+
+
+def test_slices_that_are_not_all_of_a_tensor_are_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 16, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            gap = y[:, :4].tanh().sum() + y[:, 5:16].sum()
+            beginning = y[:, 0:4].sum() * y[:, 4:8].square().sum()
+            return gap + beginning + y[:, 0:8].sum() * y[:, 8:16].square().sum()
+
+    assert_same_as_eager(Parts(), inputs, policy="keep")
+    step = memfit.capture(Parts(), inputs(4))
+    slices = [op for op in step.ops[: step.num_forward] if op.target == "aten.slice.Tensor"]
+    spans = {op.args[2:]: op for op in slices}
+    whole, parts = [spans[0, 8], spans[8, 16]], [spans[0, 4], spans[4, 8]]
+    assert divisions(whole, step) == whole and divisions([*whole, *parts], step) == whole
+    assert divisions(parts, step) == divisions([spans[0, 4], spans[5, 16]], step) == divisions(whole[1:], step) == []
+    of_another = replace(whole[1], args=(Ref(step.ops[0].args[0].value), *whole[1].args[1:]))
+    assert divisions([whole[0], of_another], step) == []

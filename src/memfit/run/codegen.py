@@ -49,7 +49,7 @@ from memfit.plan.program import (
 )
 from memfit.run import kernels
 from memfit.run.aliases import alias, as_captured
-from memfit.run.neighbours import additions, is_rectified, normalised_behind
+from memfit.run.neighbours import additions, divisions, is_rectified, normalised_behind
 from memfit.tiers.tier import Tier
 
 # The autograd engine keeps the order of two gradients returned together; of more it may not.
@@ -280,14 +280,14 @@ class _Writer:
         where = None
         rectified: int | None = None  # the value that the ReLU that comes next has nothing left to do to
         is_done = False  # the backward of a batch norm that comes next
-        num_added = 0  # of the additions that come next
+        num_done = 0  # of the ops that come next
         for place, (number, instruction) in enumerate(body):
             match instruction:
                 case Run(index, _) if rectified is not None:
                     self._rename(rectified, self.step.ops[index])
                     rectified = None
-                case Run() if num_added > 0:
-                    num_added -= 1
+                case Run() if num_done > 0:
+                    num_done -= 1
                 case Run(index, again):
                     op = self.step.ops[index]
                     if (op.path, op.source, again) != where:
@@ -300,10 +300,9 @@ class _Writer:
                         self._gate(form, operands)
                         is_done = True
                         continue
-                    if len(added := self._additions(body, place)) > 1:
-                        self._add(added)
-                        num_added = len(added) - 1
+                    if not self.observed and (num_done := self._at_once(body, place) - 1) > 0:
                         continue
+                    num_done = 0
                     # Not to what is there twice, and forgotten.
                     is_first = bool(form.made) and self.step.values[form.made[0]].storage not in self.live
                     rectified = form.made[0] if is_first and is_rectified(form, following) else None
@@ -348,11 +347,17 @@ class _Writer:
                     break
         return following, freed
 
-    def _additions(self, body: tuple[Numbered, ...], place: int) -> list[Op]:
-        """The additions from there on that can be made at once; any other instruction ends them."""
-        return [] if self.observed else additions(self._ops_from(body, place), self.step)
+    def _at_once(self, body: tuple[Numbered, ...], place: int) -> int:
+        """Write ops that are done by one call, if there are any from there on; how many they are."""
+        for find, write in ((additions, self._add), (divisions, self._divide)):
+            ops = find(self._ops_from(body, place), self.step)
+            if len(ops) > 1:
+                write(ops)
+                return len(ops)
+        return 0
 
     def _ops_from(self, body: tuple[Numbered, ...], place: int) -> Iterator[Op]:
+        """The op there and those behind it, up to any other instruction."""
         for at in range(place, len(body)):
             instruction = body[at][1]
             if not isinstance(instruction, Run) or instruction.again:
@@ -375,6 +380,17 @@ class _Writer:
         self._line(f"stand_ins.add_all([{into}], [{what}])")
         for op in ops:
             self._rename(op.args[0].value, op)
+
+    def _divide(self, ops: list[Op]) -> None:
+        """Slices of one tensor, all at once."""
+        base, dim, _, _ = ops[0].args
+        self._fetch(base.value)
+        sizes = [end - begin for _, _, begin, end in (op.args for op in ops)]
+        names = ", ".join(self._name(op.made[0]) for op in ops)
+        self._line(f"{names} = aten.split_with_sizes.default({self._name(base.value)}, {sizes}, {dim})")
+        for op in ops:
+            self.local.add(op.made[0])
+            self._carry(op.made[0])
 
     def _gate(self, op: Op, operands: tuple[Ref, ...]) -> None:
         """The backward of a ReLU, in place, and of a batch norm that reads these besides."""

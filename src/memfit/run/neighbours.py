@@ -4,7 +4,8 @@ A ReLU that overwrites the result of a batch norm of ours is left to the batch n
 place, does that of the batch norm as well and overwrites the gradient once more, where nobody else reads that. Nothing
 is held longer by that; the self-tests of batch norm hold for these forms too.
 
-Additions of ours in place that follow one another, none of which reads what another makes, are made at once.
+Additions of ours in place that follow one another, none of which reads what another makes, are made at once. Slices
+that divide a tensor, as the backward of a concatenation takes them, are taken by one call.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from memfit.stand_ins import STAND_INS
 _BATCH_NORM = STAND_INS["aten.native_batch_norm.default"]
 _BATCH_NORM_BACKWARD = STAND_INS["aten.native_batch_norm_backward.default"]
 _ADDITION = STAND_INS["aten.add_.Tensor"]
+_SLICE = "aten.slice.Tensor"
 _RELU, _GATE = "aten.relu_.default", "aten.threshold_backward.grad_input"
 
 
@@ -53,7 +55,7 @@ def additions(ops: Iterable[Op], step: Step) -> list[Op]:
     read: set[int] = set()
     written: set[int] = set()
     for op in ops:
-        if op.stand_in != _ADDITION or not op.made:
+        if op.stand_in != _ADDITION or not op.made:  # not a counter's
             break
         into, what = (step.values[value].storage for value in op.reads())
         if into in read | written or what in written:
@@ -62,3 +64,20 @@ def additions(ops: Iterable[Op], step: Step) -> list[Op]:
         written.add(into)
         found.append(op)
     return found
+
+
+def divisions(ops: Iterable[Op], step: Step) -> list[Op]:
+    """The first of these ops, if they are slices that lie side by side and together are all of one tensor."""
+    found: list[Op] = []
+    until = 0
+    for op in ops:
+        if op.target != _SLICE or op.kwargs or len(op.args) != 4 or not op.made:
+            break
+        base, dim, begin, end = op.args
+        if begin != until or (found and op.args[:2] != found[0].args[:2]):
+            break
+        found.append(op)
+        until, size = end, step.values[base.value].shape[dim]
+        if end == size:
+            return found
+    return []

@@ -13,7 +13,7 @@ import functools
 import torch
 
 from memfit.stand_ins import compiled
-from memfit.stand_ins.adding import add_, add_all
+from memfit.stand_ins.adding import add_, add_all, count_up, is_counter
 from memfit.stand_ins.batch_norm import (
     gate_and_go_on,
     has_channels_last,
@@ -29,6 +29,7 @@ from memfit.stand_ins.products import SETTINGS, is_product, product, product_bac
 
 __all__ = [
     "CONVOLUTIONS",
+    "COUNT_UP",
     "LEAST_ELEMENTS",
     "SETTINGS",
     "STAND_INS",
@@ -40,9 +41,11 @@ __all__ = [
     "bernoulli_",
     "convolution",
     "convolution_backward",
+    "count_up",
     "define",
     "gate_and_go_on",
     "has_channels_last",
+    "is_counter",
     "is_product",
     "is_there",
     "kernels",
@@ -65,6 +68,9 @@ STAND_INS = {
     "aten.convolution_backward.default": "memfit_ops.convolution_backward.default",
 }
 """What stands in for which of torch's, by name."""
+
+COUNT_UP = "memfit_ops.count_up.default"
+"""What stands in for an addition in place of a number to a counter."""
 
 CONVOLUTIONS = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
 """Those with more than one: a product of matrices, which the table above has, and one for each order of sums."""
@@ -97,6 +103,7 @@ _SCHEMAS = (
         "-> (Tensor, Tensor, Tensor)"
     ),
     "add_(Tensor(a!) self, Tensor other) -> Tensor(a!)",
+    "count_up(Tensor(a!) self, int number) -> Tensor(a!)",
     "bernoulli_(Tensor(a!) self, float p=0.5, *, Generator? generator=None) -> Tensor(a!)",
     (
         "max_pool2d_with_indices(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, "
@@ -117,6 +124,7 @@ _KERNELS = (
     native_batch_norm,
     native_batch_norm_backward,
     add_,
+    count_up,
     bernoulli_,
     max_pool2d_with_indices,
     avg_pool2d,

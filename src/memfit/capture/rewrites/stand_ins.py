@@ -26,6 +26,7 @@ _NUM_DRAWS = 4
 _SIDE_BY_SIDE = 32  # channels that a kernel goes through at once; what is left over is done by other code
 _NUM_PLANES = 2
 _NUM_NUMBERS = 5000
+_ADDITION = "aten.add_.Tensor"
 
 Experiment = tuple[tuple[Any, ...], Callable[[int], bool]]
 """What tells one test from another, and the test itself, by seed."""
@@ -39,9 +40,11 @@ def let_kernels_stand_in(step: Step, proofs: Proofs) -> Step:
         if op.target in stand_ins.CONVOLUTIONS:
             draft.ops[index] = replace(op, stand_in=trials.stand_in_of(op))
         elif stand_ins.is_there(op.target):
-            planned = _EXPERIMENTS[op.target](op, step)
-            if planned is not None and _holds(op.target, *planned, proofs):
-                draft.ops[index] = replace(op, stand_in=stand_ins.STAND_INS[op.target])
+            is_counting = _counts_up(op, step)
+            name = stand_ins.COUNT_UP if is_counting else stand_ins.STAND_INS[op.target]
+            planned = _of_counting(op) if is_counting else _EXPERIMENTS[op.target](op, step)
+            if planned is not None and _holds(name, *planned, proofs):
+                draft.ops[index] = replace(op, stand_in=name)
     return draft.close()
 
 
@@ -151,6 +154,25 @@ def _of_addition(op: Op, step: Step) -> Experiment | None:
     return (one.shape, one.stride, other.stride), same
 
 
+def _counts_up(op: Op, step: Step) -> bool:
+    """True if the op adds a number to a counter."""
+    if op.target != _ADDITION or op.kwargs or len(op.args) != 2 or type(op.args[1]) is not int:
+        return False
+    counter = step.values[op.args[0].value]
+    return stand_ins.is_counter(counter.shape, counter.dtype, counter.device)
+
+
+def _of_counting(op: Op) -> Experiment:
+    number = op.args[1]
+
+    def same(seed: int) -> bool:
+        one, other = torch.tensor(seed), torch.tensor(seed)
+        made = resolve(op.target)(one, number), stand_ins.count_up(other, number)
+        return same_bits(*made) and one._version == other._version
+
+    return (number,), same
+
+
 def _of_drawing(op: Op, step: Step) -> Experiment | None:
     named = named_operands(op)
     if not _is_plain(named["self"], step, stand_ins.LEAST_ELEMENTS) or named["generator"] is not None:
@@ -249,7 +271,7 @@ def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 _EXPERIMENTS: dict[str, Callable[[Op, Step], Experiment | None]] = {
     "aten.native_batch_norm.default": _of_batch_norm,
     "aten.native_batch_norm_backward.default": _of_batch_norm_backward,
-    "aten.add_.Tensor": _of_addition,
+    _ADDITION: _of_addition,
     "aten.bernoulli_.float": _of_drawing,
     "aten.max_pool2d_with_indices.default": _of_pooling,
     "aten.avg_pool2d.default": _of_pooling,
