@@ -37,7 +37,10 @@ static void try_batch_norm(int has_rows) {
     int is_large = draw(1, 60) == 1; /* more than is fetched ahead */
     int64_t n = is_large ? 4 : draw(1, 4), c = draw(1, 70), size = is_large ? draw(2050, 2090) : draw(2, 60);
     int64_t all = n * c * size, num_parts = draw(1, 5), is_rectified = draw(0, 1);
-    float *in = floats(all), *weight = floats(c), *bias = floats(c), *vectors[2][4], *out[2];
+    float *in = floats(all), *weight = floats(c), *bias = floats(c), *vectors[2][4], *out[2], *whole = floats(all);
+    int64_t first = draw(0, 1) * draw(0, c - 1); /* channels of the first piece */
+    if (!first || has_rows)
+        memcpy(whole, in, (size_t)all * sizeof(float));
     for (int k = 0; k < 2; k++) {
         out[k] = floats(all);
         for (int v = 0; v < 4; v++)
@@ -45,14 +48,19 @@ static void try_batch_norm(int has_rows) {
         memfit_allow_avx2(k);
         struct batch_norm of = {in, weight, bias, vectors[k][0], vectors[k][1], out[k], vectors[k][2], vectors[k][3],
                                 0.1, 1e-5, n, c, size, num_parts, is_rectified};
+        /* In pieces the second time only: the result must be that of the first. */
+        struct channels pieces[] = {{in, c * size, first}, {in + first * size, c * size, c - first}};
+        if (k && !has_rows && first)
+            of.in = NULL, of.pieces = pieces, of.whole = whole;
         (has_rows ? memfit_batch_norm_rows : memfit_batch_norm)(&of, (int)draw(1, 5));
     }
     same("batch norm", out[0], out[1], (size_t)all * sizeof(float));
+    same("pieces together", in, whole, (size_t)all * sizeof(float));
     for (int v = 0; v < 4; v++) {
         same("statistics", vectors[0][v], vectors[1][v], (size_t)c * sizeof(float));
         free(vectors[0][v]), free(vectors[1][v]);
     }
-    free(in), free(weight), free(bias), free(out[0]), free(out[1]);
+    free(in), free(weight), free(bias), free(out[0]), free(out[1]), free(whole);
 }
 
 static void try_batch_norm_backward(int has_rows) {

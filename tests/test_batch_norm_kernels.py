@@ -255,6 +255,37 @@ def test_a_batch_norm_with_its_relu_is_both(machine: None, layout: Any, shape: t
         assert found.stride() == expected.stride()
 
 
+@pytest.mark.parametrize("sizes", [(64, 32, 32), (5, 3, 16, 1), (8,), (1, 1, 1)])
+@pytest.mark.parametrize("shape", [(4, 14, 14), (3, 5, 7), (2, 3, 3, 4)])
+def test_a_concatenation_that_is_normalised_is_both(
+    machine: None, sizes: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    num_samples, *image = shape
+    larger = normal(num_samples, 70, *image, seed=8)
+    pieces = [normal(num_samples, size, *image, seed=size + k) for k, size in enumerate(sizes)]
+    pieces[-1] = larger[:, 2 : 2 + sizes[-1]]  # part of another map
+    pieces[0][0, 0] = -0.0
+    whole = torch.cat(pieces, 1)
+    for is_rectified, is_kept in ((False, True), (True, False)):
+        given = [vectors(len(whole[0])) for _ in range(2)]
+        out, *statistics = torch.ops.aten.native_batch_norm.default(whole, *given[0], True, 0.1, 1e-5)
+        kept, made = stand_ins.cat_and_normalise(pieces, given[1], 0.1, 1e-5, is_rectified, is_kept)
+        assert made is not None and (same_bits(kept, whole) if is_kept else kept is None)
+        assert same_bits([out.relu() if is_rectified else out, *statistics, *given[0]], [*made, *given[1]])
+        assert stand_ins.native_batch_norm(whole, *given[1], True, 0.1, 1e-5, is_rectified, made) is made
+
+
+def test_a_concatenation_that_no_kernel_normalises_is_a_concatenation() -> None:
+    for pieces in (
+        [normal(4, 8, 5, 5), rows(4, 8, 5, 5)],
+        [normal(4, 8, 5, 5).double(), normal(4, 8, 5, 5).double()],
+        [normal(4, 8, 1, 1), normal(4, 8, 1, 1)],
+        [normal(4, 8), normal(4, 8)],
+    ):
+        kept, made = stand_ins.cat_and_normalise(pieces, vectors(16), 0.1, 1e-5, True, False)
+        assert made is None and same_bits(kept, torch.cat(pieces, 1))
+
+
 @pytest.mark.parametrize("layout", [normal, rows])
 @pytest.mark.parametrize("shape", [(4, 64, 28, 28), (3, 48, 5, 7), (2, 16, 3, 4, 5), (9, 32, 3, 3)])
 @pytest.mark.parametrize("special", [-0.0, NAN, 1e-45])

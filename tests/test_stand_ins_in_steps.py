@@ -307,3 +307,38 @@ def test_slices_that_are_not_all_of_a_tensor_are_taken_one_by_one(monkeypatch: p
     assert divisions(parts, step) == divisions([spans[0, 4], spans[5, 16]], step) == divisions(whole[1:], step) == []
     of_another = replace(whole[1], args=(Ref(step.ops[0].args[0].value), *whole[1].args[1:]))
     assert divisions([whole[0], of_another], step) == []
+
+
+class Normalised(nn.Module):
+    """A dense block with batch norms: each reads a concatenation, the last of which is an output too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3)
+        sizes = [8 + 16 * number for number in range(4)]
+        self.norms = nn.ModuleList(map(nn.BatchNorm2d, sizes[1:]))
+        self.layers = nn.ModuleList(nn.Conv2d(size, 16, 3, padding=1) for size in sizes)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        maps = [self.first(x)]
+        maps.append(self.layers[0](maps[0]))
+        for norm, layer in zip(self.norms, self.layers[1:], strict=True):
+            whole = torch.cat(maps, 1)
+            maps.append(layer(torch.relu(norm(whole))))
+        return maps[-1], whole
+
+
+@pytest.mark.parametrize(("policy", "are_kept"), [("keep", [True] * 2), ("sqrt", [False] * 2), ("vdnn-all", [])])
+def test_a_concatenation_is_made_by_the_batch_norm_behind_it(
+    policy: str, are_kept: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where it is made again in backward, and not where something is freed or sent between the two."""
+    all_that_are_exact(monkeypatch)
+    assert_same_as_eager(Normalised(), inputs, policy=policy)
+    model = memfit.fit(Normalised(), policy=policy)
+    one, other = model(*inputs(4))
+    (one.square().sum() + other.sum()).backward()
+    text = model.memfit.code  # type: ignore[union-attr]
+    calls = [line for line in text.splitlines() if ", made = stand_ins.cat_and_normalise(" in line]
+    assert len(calls) == text.count("is_rectified=True, made=made)")
+    assert [line.endswith(", True, True)") for line in calls] == are_kept

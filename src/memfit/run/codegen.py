@@ -24,6 +24,7 @@ Observed code also calls `P(number, tensors)` after every instruction: its numbe
 
 from __future__ import annotations
 
+import itertools
 import linecache
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ from memfit.plan.program import (
 )
 from memfit.run import kernels
 from memfit.run.aliases import alias, as_captured
-from memfit.run.neighbours import additions, divisions, is_rectified, normalised_behind
+from memfit.run.neighbours import additions, divisions, is_counting, is_rectified, joined, normalised_behind
 from memfit.tiers.tier import Tier
 
 # The autograd engine keeps the order of two gradients returned together; of more it may not.
@@ -279,7 +280,7 @@ class _Writer:
     def _body(self, body: tuple[Numbered, ...]) -> None:
         where = None
         rectified: int | None = None  # the value that the ReLU that comes next has nothing left to do to
-        is_done = False  # the backward of a batch norm that comes next
+        ahead: Op | None = None  # a batch norm, or the backward of one, that has been made
         num_done = 0  # of the ops that come next
         for place, (number, instruction) in enumerate(body):
             match instruction:
@@ -298,7 +299,10 @@ class _Writer:
                     following, freed = (None, []) if self.observed else self._following(body, place)
                     if (operands := normalised_behind(form, following, freed, self.step)) is not None:
                         self._gate(form, operands)
-                        is_done = True
+                        ahead = following
+                        continue
+                    if not (self.observed or again) and (normalised := self._join(body, place)) is not None:
+                        ahead = normalised
                         continue
                     if not self.observed and (num_done := self._at_once(body, place) - 1) > 0:
                         continue
@@ -306,9 +310,8 @@ class _Writer:
                     # Not to what is there twice, and forgotten.
                     is_first = bool(form.made) and self.step.values[form.made[0]].storage not in self.live
                     rectified = form.made[0] if is_first and is_rectified(form, following) else None
-                    more = ["is_rectified=True"] * (rectified is not None) + ["made=made"] * is_done
+                    more = ["is_rectified=True"] * (rectified is not None) + ["made=made"] * (op is ahead)
                     self._run(number, index, form, more)
-                    is_done = False
                 case Free(storage):
                     self._free(storage)
                     self._observe(number)
@@ -363,6 +366,28 @@ class _Writer:
             if not isinstance(instruction, Run) or instruction.again:
                 return
             yield self.step.ops[instruction.op]
+
+    def _join(self, body: tuple[Numbered, ...], place: int) -> Op | None:
+        """Write a concatenation and the batch norm that follows on it, if that is what comes there; that batch norm."""
+        op, *others = itertools.islice(self._ops_from(body, place), 3)
+        at = place + 1 + (bool(others) and is_counting(others[0]))
+        normalised = others[at - place - 1] if at - place - 1 < len(others) else None
+        told = joined(op, normalised)
+        if normalised is None or told is None:
+            return None
+        for value in dict.fromkeys((*op.reads(), *(v for v in normalised.reads() if v not in op.made))):
+            self._fetch(value)
+        whole = op.made[0]
+        storage = self.step.values[whole].storage
+        behind = itertools.takewhile(lambda numbered: isinstance(numbered[1], Free), body[at + 1 :])
+        is_kept = all(instruction != Free(storage) for _, instruction in behind)
+        following, _ = self._following(body, at)
+        given = [self._text(arg) for arg in (op.args[0], *told, is_rectified(normalised, following), is_kept)]
+        self._come(storage, self._name(whole))
+        self._line(f"{self._name(whole)}, made = stand_ins.cat_and_normalise({', '.join(given)})")
+        self.local.add(whole)
+        self._carry(whole)
+        return normalised
 
     def _rename(self, value: int, op: Op) -> None:
         """What an op that has been done made of a value: the value itself."""

@@ -4,6 +4,9 @@ A ReLU that overwrites the result of a batch norm of ours is left to the batch n
 place, does that of the batch norm as well and overwrites the gradient once more, where nobody else reads that. Nothing
 is held longer by that; the self-tests of batch norm hold for these forms too.
 
+A concatenation that a batch norm of ours follows on is made in that one's pass, and not at all where nobody else reads
+it. What that one makes is there a little sooner: so nothing may be freed between the two.
+
 Additions of ours in place that follow one another, none of which reads what another makes, are made at once. Slices
 that divide a tensor, as the backward of a concatenation takes them, are taken by one call.
 """
@@ -11,15 +14,17 @@ that divide a tensor, as the backward of a concatenation takes them, are taken b
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from memfit.capture.rerun_form import RENORMALISE
 from memfit.capture.schemas import named_operands
 from memfit.capture.step import Op, Ref, Step
-from memfit.stand_ins import STAND_INS
+from memfit.stand_ins import COUNT_UP, STAND_INS
 
 _BATCH_NORM = STAND_INS["aten.native_batch_norm.default"]
 _BATCH_NORM_BACKWARD = STAND_INS["aten.native_batch_norm_backward.default"]
 _ADDITION = STAND_INS["aten.add_.Tensor"]
+_CAT = "aten.cat.default"
 _SLICE = "aten.slice.Tensor"
 _RELU, _GATE = "aten.relu_.default", "aten.threshold_backward.grad_input"
 
@@ -81,3 +86,23 @@ def divisions(ops: Iterable[Op], step: Step) -> list[Op]:
         if end == size:
             return found
     return []
+
+
+def joined(op: Op, following: Op | None) -> tuple[Any, ...] | None:
+    """Of a concatenation of channels that a batch norm of ours follows on: what that is told besides.
+
+    These are its weight, bias and running statistics, in a list, its momentum and what it adds to variances.
+    """
+    if op.target != _CAT or following is None or following.stand_in != _BATCH_NORM:
+        return None
+    is_of_channels = len(op.args) == 2 and op.args[1] == 1 and all(isinstance(piece, Ref) for piece in op.args[0])
+    named = named_operands(following)
+    if not is_of_channels or not named["training"] or named["input"] != Ref(op.made[0]):
+        return None
+    vectors = [named[name] for name in ("weight", "bias", "running_mean", "running_var")]
+    return vectors, named["momentum"], named["eps"]
+
+
+def is_counting(op: Op) -> bool:
+    """True of what is done between a concatenation and its batch norm, and has nothing to do with either."""
+    return op.stand_in == COUNT_UP

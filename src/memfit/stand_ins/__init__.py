@@ -15,6 +15,7 @@ import torch
 from memfit.stand_ins import compiled
 from memfit.stand_ins.adding import add_, add_all, count_up, is_counter
 from memfit.stand_ins.batch_norm import (
+    cat_and_normalise,
     gate_and_go_on,
     has_channels_last,
     native_batch_norm,
@@ -39,6 +40,7 @@ __all__ = [
     "avg_pool2d",
     "avg_pool2d_backward",
     "bernoulli_",
+    "cat_and_normalise",
     "convolution",
     "convolution_backward",
     "count_up",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from memfit.stand_ins import compiled
-from memfit.stand_ins.compiled import LEAST_SHARED, Addition, is_suspended
+from memfit.stand_ins.compiled import LEAST_SHARED, Addition, has_samples, is_suspended
 
 
 def count_up(self: torch.Tensor, number: int) -> torch.Tensor:
@@ -50,10 +50,3 @@ def add_all(into: Sequence[torch.Tensor], what: Sequence[torch.Tensor]) -> None:
     num_elements = sum(one.numel() for one in into)
     num_threads = torch.get_num_threads() if num_elements >= LEAST_SHARED else 1
     library.memfit_add_all(additions, len(pairs), num_threads)
-
-
-def has_samples(tensor: torch.Tensor) -> bool:
-    """True if each sample of the map lies in one piece: it may be part of the channels of a larger one."""
-    if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.dim() < 2:
-        return False
-    return tensor.is_contiguous() or tensor[0].is_contiguous()

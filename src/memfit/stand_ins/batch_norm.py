@@ -5,13 +5,14 @@ native/kernels/batch_norm.c, batch_norm_backward.c and batch_norm_rows.c say wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from memfit.stand_ins import compiled
-from memfit.stand_ins.compiled import BatchNorm, BatchNormBackward, is_plain, num_threads_for
+from memfit.stand_ins.compiled import BatchNorm, BatchNormBackward, Piece, has_samples, is_plain, num_threads_for
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _VECTOR = 16  # floats, at the most
@@ -19,6 +20,9 @@ _LEAST_MAP = 8  # elements
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of input, weight and bias."""
+
+Normalised = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The result, the mean of each channel, and one over its deviation."""
 
 
 def native_batch_norm(
@@ -31,23 +35,58 @@ def native_batch_norm(
     momentum: float,
     eps: float,
     is_rectified: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Batch norm by the statistics of the batch; with the ReLU behind it in the same go, where that is asked."""
+    made: Normalised | None = None,
+) -> Normalised:
+    """Batch norm by the statistics of the batch; with the ReLU behind it in the same go, where that is asked.
+
+    What was made before, with the concatenation in front of it, is returned as it is.
+    """
+    if made is not None:
+        return made
     library = compiled.kernels()
     vectors = (weight, bias, running_mean, running_var)
     is_served = training and _has_maps(input) and (running_mean is None) == (running_var is None)
     if library is None or not is_served or not all(vector is None or is_plain(vector) for vector in vectors):
-        made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm.default(
+        plain: Normalised = torch.ops.aten.native_batch_norm.default(
             input, weight, bias, running_mean, running_var, training, momentum, eps
         )
         if is_rectified:
-            made[0].relu_()
-        return made
+            plain[0].relu_()
+        return plain
     num_channels = input.shape[1]
     out, mean, invstd = torch.empty_like(input), input.new_empty(num_channels), input.new_empty(num_channels)
     run = library.memfit_batch_norm_rows if has_channels_last(input) else library.memfit_batch_norm
     run(_batch_norm(input, vectors, (out, mean, invstd), momentum, eps, is_rectified), num_threads_for(input))
     return out, mean, invstd
+
+
+def cat_and_normalise(
+    pieces: Sequence[torch.Tensor],
+    vectors: Sequence[torch.Tensor | None],
+    momentum: float,
+    eps: float,
+    is_rectified: bool,
+    is_kept: bool,
+) -> tuple[torch.Tensor | None, Normalised | None]:
+    """A concatenation of channels and, in the same go, the batch norm of it, by the statistics of the batch.
+
+    `vectors` are its weight, bias and running statistics. The concatenation itself is made if it is kept. Where there
+    is no kernel for both, it is all that is made.
+    """
+    library = compiled.kernels()
+    first = pieces[0]
+    is_served = all(has_samples(piece) and piece.dim() > 2 for piece in pieces) and math.prod(first.shape[2:]) > 1
+    if library is None or not is_served or not all(vector is None or is_plain(vector) for vector in vectors):
+        return torch.ops.aten.cat.default([*pieces], 1), None
+    num_channels = sum(piece.shape[1] for piece in pieces)
+    shape = (first.shape[0], num_channels, *first.shape[2:])
+    whole = first.new_empty(shape) if is_kept else None
+    made = first.new_empty(shape), first.new_empty(num_channels), first.new_empty(num_channels)
+    of = _batch_norm(made[0], vectors, made, momentum, eps, is_rectified)
+    of.input, of.whole = None, None if whole is None else whole.data_ptr()
+    of.pieces = (Piece * len(pieces))(*(Piece(each.data_ptr(), each.stride(0), each.shape[1]) for each in pieces))
+    library.memfit_batch_norm(of, num_threads_for(made[0]))
+    return whole, made
 
 
 def renormalised(

@@ -20,6 +20,12 @@ LEAST_ELEMENTS = 1 << 12
 """Of what is drawn, pooled or added; for fewer torch's own is as fast."""
 
 
+class Piece(ctypes.Structure):
+    """`struct channels` of native/kernels/kernels.h."""
+
+    _fields_ = (("input", ctypes.c_void_p), ("stride", ctypes.c_int64), ("num_channels", ctypes.c_int64))
+
+
 class BatchNorm(ctypes.Structure):
     """`struct batch_norm` of native/kernels/kernels.h."""
 
@@ -29,6 +35,8 @@ class BatchNorm(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("momentum", "eps")),
         *((name, ctypes.c_int64) for name in ("num_samples", "num_channels", "image_size")),
         *((name, ctypes.c_int64) for name in ("num_parts", "is_rectified")),
+        ("pieces", ctypes.POINTER(Piece)),
+        ("whole", ctypes.c_void_p),
     )
 
 
@@ -159,6 +167,13 @@ def kernels() -> ctypes.CDLL | None:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+
+
+def has_samples(tensor: torch.Tensor) -> bool:
+    """True if each sample of the map lies in one piece: it may be part of the channels of a larger one."""
+    if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.dim() < 2:
+        return False
+    return tensor.is_contiguous() or tensor[0].is_contiguous()
 
 
 def num_threads_for(tensor: torch.Tensor) -> int:

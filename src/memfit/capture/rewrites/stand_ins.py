@@ -70,8 +70,11 @@ def _of_batch_norm(op: Op, step: Step) -> Experiment | None:
         made = resolve(stand_ins.STAND_INS[op.target])(input, *copies, *settings)
         weight, bias, _, _ = copies
         rectified, *_ = stand_ins.native_batch_norm(input, weight, bias, None, None, *settings, True)
-        # The running statistics too, and the result that leaves a ReLU nothing to do.
-        return same_bits([*plain, *drawn, plain[0].relu()], [*made, *copies, rectified])
+        # The running statistics too, the result that leaves a ReLU nothing to do, and that of a map in pieces.
+        pieces = input.tensor_split([min(5, input.shape[1])], 1)
+        _, joined = stand_ins.cat_and_normalise(pieces, (weight, bias, None, None), *settings[1:], False, False)
+        results = [*plain, *drawn, plain[0].relu(), *plain], [*made, *copies, rectified, *(joined or plain)]
+        return same_bits(*results)
 
     return (*sample.signature, *is_given, *settings), same
 

@@ -2,8 +2,11 @@
  *
  * torch adds up a channel's elements one after the other in double precision, so that each addition waits for the one
  * before: that takes longer than all else. Here eight channels are added up side by side, each in that same order, and
- * what they are in stays in the cache until they are normalised. More channels, or vectors of AVX-512, gain nothing. */
+ * what they are in stays in the cache until they are normalised. More channels, or vectors of AVX-512, gain nothing.
+ *
+ * The input may be in pieces, as before a concatenation, which is then made on the way, if it is made at all. */
 #include <math.h>
+#include <string.h>
 
 #include "kernels.h"
 
@@ -15,13 +18,36 @@ enum {
     MOST_AHEAD = 1 << 16 /* floats that are fetched before it is their turn: of larger maps that gains nothing */
 };
 
+/* The piece that a channel is in; the channel becomes its number there. */
+static const struct channels *piece_of(const struct batch_norm *of, int64_t *channel) {
+    const struct channels *piece = of->pieces;
+    for (; *channel >= piece->num_channels; piece++)
+        *channel -= piece->num_channels;
+    return piece;
+}
+
+static const float *map_of(const struct batch_norm *of, int64_t sample, int64_t channel) {
+    if (!of->pieces)
+        return of->in + (sample * of->num_channels + channel) * of->image_size;
+    const struct channels *piece = piece_of(of, &channel);
+    return piece->in + sample * piece->stride + channel * of->image_size;
+}
+
+/* How many channels from there on lie side by side. */
+static int64_t num_side_by_side(const struct batch_norm *of, int64_t channel) {
+    if (!of->pieces)
+        return of->num_channels - channel;
+    const struct channels *piece = piece_of(of, &channel);
+    return piece->num_channels - channel;
+}
+
 /* The sums over a few channels, or if there are means, those of squared distances from them. */
 static void plain_sums(const struct batch_norm *of, int64_t channel, int64_t num_channels, const float *means,
                        double *sums) {
     for (int64_t c = 0; c < num_channels; c++)
         sums[c] = 0;
     for (int64_t n = 0; n < of->num_samples; n++) {
-        const float *in = of->in + (n * of->num_channels + channel) * of->image_size;
+        const float *in = map_of(of, n, channel);
         for (int64_t i = 0; i < of->image_size; i++)
             for (int64_t c = 0; c < num_channels; c++) {
                 float x = in[c * of->image_size + i];
@@ -82,7 +108,7 @@ INLINE WITH_AVX2 void add_up(const struct batch_norm *of, int64_t channel, int n
     for (int c = 0; c < num_channels; c += LANES)
         found[c / LANES] = _mm256_setzero_pd();
     for (int64_t n = 0; n < of->num_samples; n++) {
-        const float *in = of->in + (n * of->num_channels + channel) * size;
+        const float *in = map_of(of, n, channel);
         for (int64_t i = 0; i < whole; i += PLACES) {
             if (is_ahead)
                 fetch_ahead(in + WIDTH * (size + i));
@@ -132,13 +158,16 @@ static void plain_scale(const float *in, float *out, int64_t size, float alpha, 
 static void scale(const struct batch_norm *of, int64_t channel, float alpha, float beta) {
     for (int64_t n = 0; n < of->num_samples; n++) {
         int64_t at = (n * of->num_channels + channel) * of->image_size;
+        const float *in = map_of(of, n, channel);
+        if (of->whole)
+            memcpy(of->whole + at, in, (size_t)of->image_size * sizeof *in);
 #ifdef MEMFIT_FOR_AVX2
         if (memfit_has_avx2()) {
-            avx2_scale(of->in + at, of->out + at, of->image_size, alpha, beta, lowest_of(of));
+            avx2_scale(in, of->out + at, of->image_size, alpha, beta, lowest_of(of));
             continue;
         }
 #endif
-        plain_scale(of->in + at, of->out + at, of->image_size, alpha, beta, lowest_of(of));
+        plain_scale(in, of->out + at, of->image_size, alpha, beta, lowest_of(of));
     }
 }
 
@@ -168,7 +197,7 @@ static void normalise(void *given, int64_t begin, int64_t end) {
     int64_t size = of->image_size, count = of->num_samples * size;
     int has_avx2 = memfit_has_avx2();
     for (int64_t channel = begin, width; channel < end; channel += width) {
-        width = least(WIDTH, end - channel);
+        width = least(least(WIDTH, end - channel), num_side_by_side(of, channel));
         if (has_avx2 && LANES < width && width < WIDTH)
             width = LANES; /* the rest is left to plain loops */
         double sums[WIDTH];

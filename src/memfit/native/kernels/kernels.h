@@ -19,6 +19,13 @@
 #define WITH_AVX512 __attribute__((target("avx512f,fma")))
 #endif
 
+/* Some channels of a map that lie elsewhere than the others. */
+struct channels {
+    const float *in;
+    int64_t stride; /* from one sample to the next */
+    int64_t num_channels;
+};
+
 struct batch_norm {
     const float *in, *weight, *bias; /* weight and bias may be missing */
     float *running_mean, *running_var; /* may be missing */
@@ -27,6 +34,8 @@ struct batch_norm {
     int64_t num_samples, num_channels, image_size;
     int64_t num_parts; /* channels last: in how many parts rows are added up, as many as torch has threads */
     int64_t is_rectified; /* what is negative becomes zero, as a ReLU behind it would have it */
+    const struct channels *pieces; /* channels first: instead of `in`, which may be missing */
+    float *whole; /* what the pieces are together; may be missing */
 };
 
 struct batch_norm_backward {
