@@ -280,6 +280,8 @@ def test_a_concatenation_that_no_kernel_normalises_is_a_concatenation() -> None:
         [normal(4, 8, 5, 5), rows(4, 8, 5, 5)],
         [normal(4, 8, 5, 5).double(), normal(4, 8, 5, 5).double()],
         [normal(4, 8, 1, 1), normal(4, 8, 1, 1)],
+        [normal(4, 0, 5, 5), normal(4, 16, 5, 5)],
+        [normal(0, 8, 5, 5), normal(0, 8, 5, 5)],
         [normal(4, 8), normal(4, 8)],
     ):
         kept, made = stand_ins.cat_and_normalise(pieces, vectors(16), 0.1, 1e-5, True, False)

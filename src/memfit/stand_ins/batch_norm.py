@@ -75,7 +75,8 @@ def cat_and_normalise(
     """
     library = compiled.kernels()
     first = pieces[0]
-    is_served = all(has_samples(piece) and piece.dim() > 2 for piece in pieces) and math.prod(first.shape[2:]) > 1
+    are_maps = all(has_samples(piece) and piece.dim() > 2 and piece.numel() > 0 for piece in pieces)
+    is_served = are_maps and math.prod(first.shape[2:]) > 1
     if library is None or not is_served or not all(vector is None or is_plain(vector) for vector in vectors):
         return torch.ops.aten.cat.default([*pieces], 1), None
     num_channels = sum(piece.shape[1] for piece in pieces)
