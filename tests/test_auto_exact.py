@@ -27,7 +27,7 @@ def few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "batch"),
     [
-        ("gpt2", 8),
+        pytest.param("gpt2", 8, marks=pytest.mark.slow),
         pytest.param("resnet18", 16, marks=pytest.mark.slow),
         pytest.param("densenet121", 8, marks=pytest.mark.slow),
         pytest.param("unet", 2, marks=pytest.mark.slow),
@@ -141,7 +141,8 @@ class TwoOutputs(nn.Module):
         return self.head(hidden), hidden
 
 
-@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1])
 def test_a_share_holds_for_backward_from_one_of_two_outputs_too(which: int) -> None:
     torch.manual_seed(0)
     model, x = TwoOutputs(), torch.randn(2048, 64)

@@ -126,6 +126,7 @@ def test_capture_refuses_devices_that_are_not_there(run_json: Run) -> None:
         assert code == 1 and found["error"].startswith("device 'cuda': not supported by torch")
 
 
+@pytest.mark.slow
 def test_capture_of_a_network_too_large_to_run() -> None:
     done = memfit("capture", "vgg416", "--batch", "32", "--json")
     assert done.returncode == 0, done.stderr

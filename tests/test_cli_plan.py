@@ -315,6 +315,7 @@ def test_planning_a_network_too_large_to_run() -> None:
 # ---- This machine.
 
 
+@pytest.mark.slow
 def test_plan_here(run_json: Run) -> None:
     code, found, _ = run_json("plan", NET, "--cap", "3", "--batch", "2", "--image", "8", "--threads", "1")
     assert code == 0

@@ -270,7 +270,7 @@ def regardless_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_avx512
-@pytest.mark.parametrize("policy", ["keep", "sqrt", "vdnn-conv"])
+@pytest.mark.parametrize("policy", ["keep", pytest.param("sqrt", marks=pytest.mark.slow), "vdnn-conv"])
 def test_a_model_with_convolutions_of_ours_trains_as_in_eager(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     regardless_of_time(monkeypatch)
     monkeypatch.setattr(Proofs, "_outcome", lambda self, rewrite, signature, experiment: experiment())

@@ -64,7 +64,7 @@ def small(name: str) -> tuple[torch.nn.Module, Any, Any]:
     return seeded(lambda: zoo.build(name, device="cpu", **options)), inputs, loss
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "inception_v3")) for n in SMALL])
 def test_networks_of_the_zoo_match(name: str) -> None:
     model, inputs, loss = small(name)
     steps = 2 if name in ("inception_v3", "overfeat") else 3  # these two cannot be made small

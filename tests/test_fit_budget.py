@@ -385,6 +385,7 @@ print("RESULT", model.memfit.num_revisions, planned.peak_bytes / MIB, budget / M
 """
 
 
+@pytest.mark.slow
 def test_a_real_loss_that_takes_memory_is_made_room_for(tmp_path: Path) -> None:
     """In a process of its own, by its real resident set: 32 MiB where the plan left 20."""
     try:

@@ -45,8 +45,12 @@ def codecs_of(model: nn.Module) -> Counter[str]:
 # --- exact ------------------------------------------------------------------------------------------------------------
 
 
+SLOW = ("googlenet", "inception_v3")
+QUICK = [name for name in SMALL if name not in SLOW]
+
+
 @pytest.mark.usefixtures("encode_all_sizes")
-@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in DEEPER)])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, *DEEPER))])
 def test_networks_of_the_zoo_match_with_every_map_encoded(name: str) -> None:
     model, inputs, loss = small(name)
     steps = 1 if name in ("inception_v3", "overfeat", "vgg316", "vgg416") else 3

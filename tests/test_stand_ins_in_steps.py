@@ -126,7 +126,7 @@ def test_none_stands_in_where_its_bits_are_others(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("net", [Net, LastNet])
-@pytest.mark.parametrize("policy", ["keep", "sqrt", "gist-lossless"])
+@pytest.mark.parametrize("policy", ["keep", pytest.param("sqrt", marks=pytest.mark.slow), "gist-lossless"])
 def test_a_model_in_which_they_stand_in_trains_as_in_eager(
     net: type[Net], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +259,7 @@ class Dense(nn.Module):
         return torch.cat(maps, 1)
 
 
-@pytest.mark.parametrize("policy", ["keep", "sqrt"])
+@pytest.mark.parametrize("policy", ["keep", pytest.param("sqrt", marks=pytest.mark.slow)])
 def test_additions_that_follow_one_another_are_made_at_once(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     all_that_are_exact(monkeypatch)
     assert_same_as_eager(Dense(), inputs, policy=policy)
@@ -328,7 +328,10 @@ class Normalised(nn.Module):
         return maps[-1], whole
 
 
-@pytest.mark.parametrize(("policy", "are_kept"), [("keep", [True] * 2), ("sqrt", [False] * 2), ("vdnn-all", [])])
+@pytest.mark.parametrize(
+    ("policy", "are_kept"),
+    [("keep", [True] * 2), pytest.param("sqrt", [False] * 2, marks=pytest.mark.slow), ("vdnn-all", [])],
+)
 def test_a_concatenation_is_made_by_the_batch_norm_behind_it(
     policy: str, are_kept: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def test_every_kernel_is_its_twin_in_the_interpreter(tmp_path: Path) -> None:
     run_tests("triton_interpreted.py", tmp_path, TRITON_INTERPRET="1")
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     run_tests("triton_compiled.py", tmp_path, "-k", "one_of_each", TRITON_INTERPRET="0", MEMFIT_TRITON_TARGET="cuda:80")
 

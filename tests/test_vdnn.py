@@ -80,7 +80,9 @@ def test_the_classifier_begins_behind_the_features(name: str, first_resident: st
     assert all(feature_map.layer < layers.classifier for feature_map in layers.feature_maps)
 
 
-@pytest.mark.parametrize("name", ["vgg16", "googlenet", "resnet50", "densenet121", "unet", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["vgg16", "googlenet", "resnet50", pytest.param("densenet121", marks=pytest.mark.slow), "unet", "gpt2"]
+)
 def test_layers_cover_every_op_once_and_backward_runs_them_in_reverse(name: str) -> None:
     step = ours(name, 2)
     layers = Layers.of(step).layers
