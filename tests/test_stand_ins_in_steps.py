@@ -345,3 +345,17 @@ def test_a_concatenation_is_made_by_the_batch_norm_behind_it(
     calls = [line for line in text.splitlines() if ", made = stand_ins.cat_and_normalise(" in line]
     assert len(calls) == text.count("is_rectified=True, made=made)")
     assert [line.endswith(", True, True)") for line in calls] == are_kept
+
+
+def test_single_channels_that_are_channels_last_to_torch_are_joined_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.scale = nn.BatchNorm2d(2), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            one = (x[:, :1] * self.scale).contiguous(memory_format=torch.channels_last)
+            return self.norm(torch.cat([one, one * 2], 1))
+
+    all_that_are_exact(monkeypatch)
+    assert_same_as_eager(Single(), inputs, policy="keep")

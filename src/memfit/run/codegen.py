@@ -372,7 +372,7 @@ class _Writer:
         op, *others = itertools.islice(self._ops_from(body, place), 3)
         at = place + 1 + (bool(others) and is_counting(others[0]))
         normalised = others[at - place - 1] if at - place - 1 < len(others) else None
-        told = joined(op, normalised)
+        told = joined(op, normalised, self.step)
         if normalised is None or told is None:
             return None
         for value in dict.fromkeys((*op.reads(), *(v for v in normalised.reads() if v not in op.made))):

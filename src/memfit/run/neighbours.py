@@ -13,12 +13,13 @@ that divide a tensor, as the backward of a concatenation takes them, are taken b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from memfit.capture.rerun_form import RENORMALISE
 from memfit.capture.schemas import named_operands
-from memfit.capture.step import Op, Ref, Step
+from memfit.capture.step import Op, Ref, Step, Value
 from memfit.stand_ins import COUNT_UP, STAND_INS
 
 _BATCH_NORM = STAND_INS["aten.native_batch_norm.default"]
@@ -88,10 +89,11 @@ def divisions(ops: Iterable[Op], step: Step) -> list[Op]:
     return []
 
 
-def joined(op: Op, following: Op | None) -> tuple[Any, ...] | None:
+def joined(op: Op, following: Op | None, step: Step) -> tuple[Any, ...] | None:
     """Of a concatenation of channels that a batch norm of ours follows on: what that is told besides.
 
-    These are its weight, bias and running statistics, in a list, its momentum and what it adds to variances.
+    These are its weight, bias and running statistics, in a list, its momentum and what it adds to variances. Both must
+    have channels first: of single channels torch may take either layout, and pieces do not say which.
     """
     if op.target != _CAT or following is None or following.stand_in != _BATCH_NORM:
         return None
@@ -99,8 +101,15 @@ def joined(op: Op, following: Op | None) -> tuple[Any, ...] | None:
     named = named_operands(following)
     if not is_of_channels or not named["training"] or named["input"] != Ref(op.made[0]):
         return None
+    if not all(_has_channels_first(step.values[each.made[0]]) for each in (op, following)):
+        return None
     vectors = [named[name] for name in ("weight", "bias", "running_mean", "running_var")]
     return vectors, named["momentum"], named["eps"]
+
+
+def _has_channels_first(value: Value) -> bool:
+    expected = tuple(math.prod(value.shape[axis + 1 :]) for axis in range(len(value.shape)))
+    return value.stride == expected
 
 
 def is_counting(op: Op) -> bool:
