@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from codec_cases import num_threads
 from equivalence import Apply, assert_same_as_eager, bits, seeded
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -182,16 +183,6 @@ def test_a_switch_of_torch_turned_between_steps_matches(build: Any, inputs: Any,
 
 
 @contextlib.contextmanager
-def threads(count: int) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
 def deterministic() -> Any:
     torch.backends.mkldnn.deterministic = True
     try:
@@ -202,7 +193,7 @@ def deterministic() -> Any:
 
 @pytest.mark.parametrize(
     "switched",
-    [lambda: threads(1), lambda: threads(3), lambda: torch.backends.mkldnn.flags(enabled=False), deterministic],
+    [lambda: num_threads(1), lambda: num_threads(3), lambda: torch.backends.mkldnn.flags(enabled=False), deterministic],
     ids=["one thread", "three threads", "oneDNN off", "deterministic"],
 )
 def test_a_switch_of_torch_turned_between_forward_and_backward_matches(switched: Any) -> None:
@@ -220,7 +211,7 @@ def test_a_switch_of_torch_turned_between_forward_and_backward_matches(switched:
                 loss.backward()
             trace[f"{step}"] = [bits(weight.grad) for weight in model.parameters()]
 
-    with threads(2):
+    with num_threads(2):
         both_ways(seeded(build), script)
 
 
