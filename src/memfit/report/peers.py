@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from memfit import zoo
-from memfit.report.peers_process import ArmFailed, Case, Workers
+from memfit.report.peers_process import ArmFailed, Asked, Case, Workers
 from memfit.report.peers_setting import AUTO, EAGER, MEMORY_BUDGETS, PEERS, Kind, Peer, Setting, fixed_settings
 from memfit.report.peers_trial import Trial
 from memfit.report.step_module import TrainingStep
@@ -116,7 +116,7 @@ class Contest:
     """One network: measures what is asked for, each setting once."""
 
     case: Case
-    workers: Workers = field(default_factory=Workers)
+    workers: Asked = field(default_factory=Workers)
     memory_budgets: tuple[float, ...] = MEMORY_BUDGETS
     sweep: str = FIRST
     progress: Callable[[str], None] = lambda text: None

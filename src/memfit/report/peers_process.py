@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from memfit.resident import PIN, require_linux
 
@@ -31,6 +31,13 @@ class Case:
     channels_last: bool = False
 
 
+class Asked(Protocol):
+    """Who answers what a contest asks."""
+
+    def ask(self, task: str, case: Case, **request: Any) -> dict[str, Any]:
+        """The answer; raises ArmFailed."""
+
+
 @dataclass(frozen=True)
 class Workers:
     """How processes are started.
@@ -46,10 +53,9 @@ class Workers:
     threads: int | None = None
     timeout_s: float = 900.0
 
-    def ask(self, task: str, case: Case, **request: Any) -> dict[str, Any]:
-        """What a fresh process answers; raises ArmFailed."""
-        require_linux()
-        asked = {
+    def asked(self, task: str, case: Case, **request: Any) -> dict[str, Any]:
+        """All that a process is told: what decides its answer, but for the machine."""
+        return {
             "task": task,
             "network": case.network,
             "batch": case.batch,
@@ -60,12 +66,16 @@ class Workers:
             "steps": self.steps,
             **request,
         }
+
+    def ask(self, task: str, case: Case, **request: Any) -> dict[str, Any]:
+        """What a fresh process answers; raises ArmFailed."""
+        require_linux()
         source = f"{PIN}; {_MAIN}" if task == "peak" else _MAIN
         # Messages go to a file: processes that a compiler leaves behind would hold the other end of a pipe.
         with tempfile.TemporaryFile("w+", errors="replace") as messages:
             # A session of its own, so that a compiler's processes go with it. -P: see memfit.report.measure.
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", source, json.dumps(asked)],
+                [sys.executable, "-P", "-c", source, json.dumps(self.asked(task, case, **request))],
                 stdout=subprocess.PIPE,
                 stderr=messages,
                 text=True,

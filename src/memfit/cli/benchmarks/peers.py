@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +21,7 @@ from memfit.cli.screen import Screen
 from memfit.errors import BadOption
 from memfit.plan.budget import Budget
 from memfit.report.peers import FIRST, SWEEPS, Comparison, Contest
+from memfit.report.peers_journal import Journal, journal
 from memfit.report.peers_process import Case, Workers
 from memfit.report.peers_setting import EAGER, MEMORY_BUDGETS, PEERS, Kind, Peer, peer_named
 from memfit.report.peers_verdict import verdicts
@@ -77,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="for each process of each peer (default: %(default)g)",
     )
+    parser.add_argument(
+        "--journal",
+        type=Path,
+        metavar="FILE",
+        help="write down each answer as it comes, and do not measure again what is in it: the whole takes hours",
+    )
     parser.add_argument("--threads", type=positive, metavar="N", help="threads of torch (default: torch's own choice)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and dropout (default: %(default)s)")
 
@@ -100,25 +109,33 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         steps=arguments.steps, seed=arguments.seed, threads=arguments.threads, timeout_s=arguments.timeout
     )
     found = []
-    for name in networks:
-        published = zoo.spec(name)
-        batch, image = SIZES.get(name, (published.batch, published.image))
-        contest = Contest(
-            Case(name, batches.get(name, batch), images.get(name, image), arguments.channels_last),
-            workers,
-            memory_budgets=memory_budgets,
-            sweep=arguments.sweep or FIRST,
-            progress=screen.progress,
-        )
-        found.append(contest.compare(peers, shares[name]))
-        screen.note(in_a_line(found[-1]))
+    with _written_down(arguments.journal, workers) as asked:
+        for name in networks:
+            published = zoo.spec(name)
+            batch, image = SIZES.get(name, (published.batch, published.image))
+            contest = Contest(
+                Case(name, batches.get(name, batch), images.get(name, image), arguments.channels_last),
+                asked,
+                memory_budgets=memory_budgets,
+                sweep=arguments.sweep or FIRST,
+                progress=screen.progress,
+            )
+            found.append(contest.compare(peers, shares[name]))
+            screen.note(in_a_line(found[-1]))
     screen.done()
-    report = _report(found, arguments.threads) | {"channels_last": arguments.channels_last}
+    report = _report(found, arguments.threads) | {
+        "channels_last": arguments.channels_last,
+        "journal": asked.to_dict() if isinstance(asked, Journal) else None,
+    }
     if screen.json:
         screen.object(report)
     else:
         print_peers(found, screen)
     return 0 if _promises_kept(found) else 1
+
+
+def _written_down(file: Path | None, workers: Workers) -> contextlib.AbstractContextManager[Workers | Journal]:
+    return contextlib.nullcontext(workers) if file is None else journal(file, workers)
 
 
 def _has_images(network: str) -> bool:
