@@ -14,6 +14,7 @@ from memfit.cli.benchmarks import peers as bench_peers
 from memfit.cli.screen import Screen
 from memfit.errors import BadOption
 from memfit.report.peers import Comparison, Contest, PeerPeak, Row
+from memfit.report.peers_duel import Duel
 from memfit.report.peers_process import Case
 from memfit.report.peers_setting import Peer, Setting
 from memfit.report.peers_trial import Trial
@@ -73,7 +74,7 @@ def comparison(case: Case, shares: Sequence[float], **auto: Any) -> Comparison:
     rows = [row("eager", 1.0, activation_peak_bytes=100 * MIB)]
     for share in shares:
         rows += [
-            row("compile-aot-eager", share, trial=wrong),
+            row("compile-aot-eager", share, trial=wrong, duel=Duel(0.875, 0.8, 0.9, 0.875, 1.0, 8)),
             row("compile-inductor", share, setting=None, trial=None, within=False, note="InvalidCxxCompiler: none"),
             row("auto", share, **{"within_budget": True, **auto}),
         ]
@@ -105,6 +106,7 @@ def test_defaults(asked: list[Any]) -> None:
     assert found["verdicts"][0]["inexact"] == ["compile-aot-eager"]
     (wrong, *_) = (row for row in found["rows"] if row["peer"] == "compile-aot-eager")
     assert wrong["exact"] is False and wrong["trial"]["own_loss_is_same"] is True
+    assert wrong["duel"]["time_ratio"] == 0.875
     assert wrong["tried"][0]["activation_peak_bytes"] == 39 * MIB
     assert found["smallest"][0]["network"] == "vgg16_bn" and found["smallest"][0]["proven_bytes"] == 9 * 10**8
 
@@ -171,6 +173,7 @@ def test_the_tables(asked: list[Any]) -> None:
     code, text = run("--networks", "resnet50", is_json=False)
     assert code == 0
     assert "resnet50, batch 8, image 224" in text and "39.0 MiB" in text and "1.040-1.060" in text
+    assert "auto over it" in text and "0.875" in text
     assert "NO: gradient, rng" in text and "compile-inductor at 50%: InvalidCxxCompiler: none" in text
     assert "off by 9.3e-01 of their length, 'blocks.3' by 1.2e+00" in text
     unfolded = " ".join(text.split())

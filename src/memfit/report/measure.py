@@ -65,6 +65,13 @@ def in_turn(pairs: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return pairs[len(pairs) % 2 :] or pairs
 
 
+def quartiles(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    """The lower and the upper quartile of the ratios whose median is Times.time_ratio."""
+    ratios = [fitted / eager for fitted, eager in pairs]
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return low, high
+
+
 def measure_peak(
     network: str,
     *,

@@ -7,11 +7,12 @@ beside eager's in one process. A peer that no setting brings within the target i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from memfit import zoo
+from memfit.report.peers_duel import Duel
 from memfit.report.peers_process import ArmFailed, Asked, Case, Workers
 from memfit.report.peers_setting import AUTO, EAGER, MEMORY_BUDGETS, PEERS, Kind, Peer, Setting, fixed_settings
 from memfit.report.peers_trial import Trial
@@ -53,6 +54,7 @@ class Row:
         within_budget: the whole step is within the budget that it was planned for; None of those that have none.
         note: what else there is to say; of a peer that failed, why.
         tried: every setting that was measured for this target.
+        duel: auto's time beside this peer's, where their times over eager leave open which of the two is faster.
     """
 
     network: str
@@ -71,6 +73,7 @@ class Row:
     trial: Trial | None = None
     note: str = ""
     tried: tuple[PeerPeak, ...] = ()
+    duel: Duel | None = None
 
     @property
     def exact(self) -> bool | None:
@@ -129,7 +132,9 @@ class Contest:
         if eager.failure:
             return Comparison(self.case, (self._failed(PEERS[EAGER], 1.0, eager, eager.failure),))
         rows = [self._eager_row(eager)]
-        rows += [self._row(peer, share, eager) for share in shares for peer in peers if peer.kind is not Kind.EAGER]
+        others = [peer for peer in peers if peer.kind is not Kind.EAGER]
+        for share in shares:
+            rows += self._with_duels([self._row(peer, share, eager) for peer in others])
         if not any(peer.name == AUTO for peer in peers):
             return Comparison(self.case, tuple(rows))
         try:
@@ -147,6 +152,20 @@ class Contest:
             return self._best_row(peer, share, eager, tried)
         except ArmFailed as failure:
             return self._failed(peer, share, eager, str(failure))
+
+    def _with_duels(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows of one share; those that may be as fast as auto's are timed beside it."""
+        auto = next((row for row in rows if row.peer == AUTO), None)
+        return [self._with_duel(row, auto) if auto is not None and _may_be_as_fast(row, auto) else row for row in rows]
+
+    def _with_duel(self, row: Row, auto: Row) -> Row:
+        assert row.setting is not None and auto.setting is not None
+        self.progress(f"{self.case.network}: timing auto beside {row.peer} {row.setting}")
+        try:
+            settings = {"setting": auto.setting.to_dict(), "beside": row.setting.to_dict()}
+            return replace(row, duel=Duel.from_dict(self.workers.ask("duel", self.case, **settings)))
+        except ArmFailed as failure:
+            return replace(row, note="; ".join(filter(None, (row.note, f"beside auto: {failure}"))))
 
     def _eager_row(self, eager: PeerPeak) -> Row:
         """Eager beside itself: its ratio is 1 but for the noise of this machine."""
@@ -296,3 +315,10 @@ class Contest:
     def _failed(self, peer: Peer, share: float, eager: PeerPeak, reason: str, tried: tuple[PeerPeak, ...] = ()) -> Row:
         nothing = PeerPeak(Setting(peer.name), failure=reason)
         return self._made(peer, share, eager, nothing, note=reason, tried=tried)
+
+
+def _may_be_as_fast(row: Row, auto: Row) -> bool:
+    """True of a peer within the target of auto's row, unless its quartiles are all above auto's."""
+    if row.peer in (AUTO, EAGER) or row.trial is None or auto.trial is None:
+        return False
+    return row.within and auto.within and row.trial.time_ratio_low <= auto.trial.time_ratio_high

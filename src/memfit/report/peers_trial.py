@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,8 +14,8 @@ from memfit import zoo
 from memfit.report.arm import Arm
 from memfit.report.bits import Difference, difference
 from memfit.report.gradient_error import GRADIENTS, GradientError, worse
-from memfit.report.measure import Times, in_turn
-from memfit.report.peers_setting import AUTO, Setting
+from memfit.report.measure import Times, in_turn, quartiles
+from memfit.report.peers_setting import AUTO, EAGER, Setting
 from memfit.report.step_module import TrainingStep
 from memfit.run.feedback import NUM_WATCHED
 from memfit.run.fitted import Fitted
@@ -26,11 +25,11 @@ NUM_COMPARED = 3
 
 _NUM_WARM_UP = 2
 _MAX_WARM_UP = 3 * NUM_WATCHED
-_LEARNING_RATE = 0.01
+LEARNING_RATE = 0.01
 _LEAST_TIMED, _ENOUGH_S, _AUTO_ENOUGH_S = 6, 30.0, 180.0
 """Steps that take long are timed so many times, if more than that time has passed: their noise is a smaller part.
 More of auto's, since its ratio is held against a limit and against all the others'."""
-_AUTO_TIMES = 4  # so many times as many of auto's are timed at most
+AUTO_TIMES = 4  # so many times as many of auto's are timed at most
 
 
 @dataclass(frozen=True)
@@ -75,16 +74,7 @@ class Trial:
 def try_out(setting: Setting, network: str, *, steps: int, seed: int, **loaded: Any) -> Trial:
     """Train `network` in eager and by that setting, `steps` timed steps and some before them."""
     model, call = TrainingStep.of(zoo.load(network, seed=seed, **loaded))
-
-    def arm_by(chosen: Setting | None) -> Arm:
-        options = None if chosen is None else chosen.options
-        arm = Arm(model, call, {}, (), None, seed=seed, options=options)
-        if chosen is not None and options is None:
-            assert isinstance(arm.model, TrainingStep)
-            chosen.apply(arm.model)
-        return arm
-
-    eager, tried = arm_by(None), arm_by(setting)
+    eager, tried = arm_by(Setting(EAGER), model, call, seed=seed), arm_by(setting, model, call, seed=seed)
     first: list[tuple[str, str, Any]] = []
 
     def after_step(step: int) -> None:
@@ -95,12 +85,8 @@ def try_out(setting: Setting, network: str, *, steps: int, seed: int, **loaded: 
     while not is_warm(tried.fitted, log.num_steps):
         log.step(eager, tried, after_step)
     num_warm_up = log.num_steps
-    start_s, enough_s = time.perf_counter(), _ENOUGH_S
-    if setting.peer == AUTO:
-        steps, enough_s = _AUTO_TIMES * steps, _AUTO_ENOUGH_S
-    for timed in range(max(steps, NUM_COMPARED - num_warm_up)):
-        if timed >= _LEAST_TIMED and time.perf_counter() - start_s > enough_s:
-            break
+    steps, enough_s = (AUTO_TIMES * steps, _AUTO_ENOUGH_S) if setting.peer == AUTO else (steps, _ENOUGH_S)
+    for _ in rounds(max(steps, NUM_COMPARED - num_warm_up), enough_s):
         log.step(eager, tried, after_step)
     own_error, own_loss = None, None
     if setting.unbudgeted not in (None, setting) and log.gradient_error is not None and _drops_out(model):
@@ -108,11 +94,29 @@ def try_out(setting: Setting, network: str, *, steps: int, seed: int, **loaded: 
         tried.forget()
         # The first arm's code would be found to fit this one too, whatever its budget.
         torch.compiler.reset()
-        own = arm_by(setting.unbudgeted)
+        own = arm_by(setting.unbudgeted, model, call, seed=seed)
         own.step()
         own_error = GradientError.of(own.made(), first)
         own_loss = _loss_is_same(list(own.made()), first)
     return log.trial(num_warm_up, own_error, own_loss)
+
+
+def arm_by(setting: Setting, model: TrainingStep, call: tuple[Any, ...], *, seed: int) -> Arm:
+    """A copy of the training step that runs that way."""
+    arm = Arm(model, call, {}, (), None, seed=seed, options=setting.options)
+    if arm.options is None:
+        assert isinstance(arm.model, TrainingStep)
+        setting.apply(arm.model)
+    return arm
+
+
+def rounds(num: int, enough_s: float) -> Iterator[None]:
+    """So many times, or fewer where they take long: _LEAST_TIMED at least, and no more once enough_s have passed."""
+    start_s = time.perf_counter()
+    for number in range(num):
+        if number >= _LEAST_TIMED and time.perf_counter() - start_s > enough_s:
+            return
+        yield
 
 
 def is_warm(fitted: Fitted | None, num_steps: int) -> bool:
@@ -145,11 +149,11 @@ class _Log:
         self._pairs.append((tried.step_s, eager.step_s))
         after_step(self.num_steps)
         found = self._compare(eager, tried)
-        eager.update(_LEARNING_RATE)
+        eager.update(LEARNING_RATE)
         if found:
-            _start_from(tried, eager)
+            start_from(tried, eager)
         else:
-            tried.update(_LEARNING_RATE)
+            tried.update(LEARNING_RATE)
 
     def _compare(self, eager: Arm, tried: Arm) -> bool:
         """Note what differs; True if anything does."""
@@ -166,10 +170,7 @@ class _Log:
     def trial(self, num_warm_up: int, own_error: GradientError | None, own_loss: bool | None) -> Trial:
         timed = in_turn(self._pairs[num_warm_up:])
         times = Times.of(timed)
-        ratios = [tried / eager for tried, eager in timed]
-        low, high = ratios[0], ratios[0]
-        if len(ratios) > 1:
-            low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        low, high = quartiles(timed)
         first = min(self._different.values(), key=lambda one: one.step, default=None)
         return Trial(
             time_ratio=times.time_ratio,
@@ -187,13 +188,13 @@ class _Log:
         )
 
 
-def _start_from(tried: Arm, eager: Arm) -> None:
-    """The next step starts from eager's state, so that each shows its own error and not those before it."""
-    tried.start_from(eager)
+def start_from(tried: Arm, right: Arm) -> None:
+    """The next step starts from the state of what is right, so that each shows its own error and not those before."""
+    tried.start_from(right)
     with torch.no_grad():
-        for ours, theirs in zip(tried.model.buffers(), eager.model.buffers(), strict=True):
+        for ours, theirs in zip(tried.model.buffers(), right.model.buffers(), strict=True):
             ours.copy_(theirs)
-    tried.randomness = eager.randomness
+    tried.randomness = right.randomness
 
 
 def _drops_out(model: nn.Module) -> bool:

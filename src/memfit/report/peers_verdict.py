@@ -20,9 +20,10 @@ class PeerVerdict:
     Attributes:
         within_budget: activations within the share, and the whole step within the budget it was planned for.
         fast_enough: at most MOST_TIME_RATIO over eager.
-        fastest: no other peer within the same target takes less time, exact or not.
+        fastest: no other peer within the same target takes less time, exact or not: beside auto where they were timed
+            in turn, else beside eager.
         beaten_by: those that do, or take as long.
-        within_noise: those of them whose quartiles overlap with auto's: another run may order them otherwise.
+        within_noise: those of them whose quartiles leave that open: another run may order them otherwise.
         not_within: peers that no setting brought within the target.
         inexact: peers within the target whose steps were not eager's bit for bit.
         failed: peers that could not be measured.
@@ -65,7 +66,7 @@ def _others(auto: Row, rows: Sequence[Row]) -> list[Row]:
 def _verdict(auto: Row, others: Sequence[Row]) -> PeerVerdict:
     ratio = auto.time_ratio
     within = [row for row in others if row.within and row.time_ratio is not None]
-    beaten_by = [row for row in within if ratio is not None and _time_ratio(row) <= ratio]
+    beaten_by = [row for row in within if ratio is not None and _over(auto, row) >= 1]
     return PeerVerdict(
         network=auto.network,
         share=auto.share,
@@ -75,7 +76,7 @@ def _verdict(auto: Row, others: Sequence[Row]) -> PeerVerdict:
         fast_enough=None if ratio is None else ratio <= MOST_TIME_RATIO,
         fastest=None if ratio is None else auto.within and not beaten_by,
         beaten_by=tuple(row.peer for row in beaten_by),
-        within_noise=tuple(row.peer for row in beaten_by if _overlap(row, auto)),
+        within_noise=tuple(row.peer for row in beaten_by if _is_open(row, auto)),
         not_within=tuple(row.peer for row in others if row.trial is not None and not row.within),
         inexact=tuple(row.peer for row in within if row.exact is False),
         failed=tuple(row.peer for row in others if row.trial is None),
@@ -83,11 +84,16 @@ def _verdict(auto: Row, others: Sequence[Row]) -> PeerVerdict:
     )
 
 
-def _time_ratio(row: Row) -> float:
-    assert row.time_ratio is not None
-    return row.time_ratio
+def _over(auto: Row, row: Row) -> float:
+    """Seconds of auto's step over those of this peer's."""
+    if row.duel is not None:
+        return row.duel.time_ratio
+    assert row.time_ratio is not None and auto.time_ratio is not None
+    return auto.time_ratio / row.time_ratio
 
 
-def _overlap(row: Row, auto: Row) -> bool:
+def _is_open(row: Row, auto: Row) -> bool:
+    if row.duel is not None:
+        return row.duel.time_ratio_low < 1
     assert row.trial is not None and auto.trial is not None
     return row.trial.time_ratio_high >= auto.trial.time_ratio_low

@@ -1,4 +1,4 @@
-"""The process that does one thing for the comparison of peers: measure a peak, time an arm, or find a budget.
+"""The process that does one thing for the comparison of peers: measure a peak, time an arm or two, or find a budget.
 
 Started by memfit.report.peers_process, for peaks with malloc pinned; prints one JSON object. Whatever goes wrong in an
 arm is an answer: a compiler that is missing or fails must not keep others from being measured.
@@ -16,6 +16,7 @@ import torch
 
 from memfit import zoo
 from memfit.report.peak_worker import growth_by_gradients, in_a_fresh_arena
+from memfit.report.peers_duel import duel
 from memfit.report.peers_planning import Search
 from memfit.report.peers_setting import PEERS, Kind, Setting
 from memfit.report.peers_trial import is_warm, try_out
@@ -50,6 +51,9 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         case "trial":
             setting = Setting.from_dict(request["setting"])
             return try_out(setting, request["network"], steps=request["steps"], **sizes).to_dict()
+        case "duel":
+            setting, beside = (Setting.from_dict(request[name]) for name in ("setting", "beside"))
+            return duel(setting, beside, request["network"], steps=request["steps"], **sizes).to_dict()
         case "budget":
             search = Search(request["policy"], request["network"], **sizes)
             return search.budget_for(request["target_bytes"]).to_dict()

@@ -9,10 +9,14 @@ from memfit.cli.screen import Screen, mebibytes
 from memfit.report.peers import Comparison, Row
 from memfit.report.peers_verdict import MOST_TIME_RATIO, PeerVerdict, verdicts
 
-_HEADER = ("share", "peer", "setting", "activations", "of eager", "whole step", "time ratio", "quartiles", "exact")
+_HEADER = (
+    *("share", "peer", "setting", "activations", "of eager", "whole step"),
+    *("time ratio", "quartiles", "auto over it", "exact"),
+)
 _EXPLANATION = (
     "Each peer is at the fastest of its settings whose measured activation peak is within that share of eager's "
-    "(! where none is). Peaks are of a process each; times are over eager's, in turn in one process. Exact: loss, "
+    "(! where none is). Peaks are of a process each; times are over eager's, in turn in one process. Where quartiles "
+    "leave open which of the two is faster, auto is also timed beside that peer, and that decides. Exact: loss, "
     "gradients, buffers and random state, bit for bit, each step from eager's state. torch.compile hands its gradients "
     "over all at once: its activations are what the step takes at least, without all of them."
 )
@@ -45,7 +49,7 @@ def _print_network(comparison: Comparison, screen: Screen) -> None:
     sizes = "".join(f", {name} {size}" for name, size in (("batch", row.batch), ("image", row.image)) if size)
     layout = ", channels last" if comparison.case.channels_last else ""
     screen.line(f"{row.network}{sizes}{layout}")
-    screen.table(_HEADER, [_cells(row) for row in comparison.rows], right=("share", *_HEADER[3:8]))
+    screen.table(_HEADER, [_cells(row) for row in comparison.rows], right=("share", *_HEADER[3:9]))
     notes = [(row, text) for row in comparison.rows for text in _notes(row)]
     for row, text in notes:
         screen.line(textwrap.fill(f"{row.peer} at {row.share:.0%}: {text}", width=118, subsequent_indent="  "))
@@ -63,6 +67,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         "-" if row.peak_bytes is None else mebibytes(row.peak_bytes),
         "-" if trial is None else f"{trial.time_ratio:.3f}",
         "-" if trial is None else f"{trial.time_ratio_low:.3f}-{trial.time_ratio_high:.3f}",
+        "-" if row.duel is None else f"{row.duel.time_ratio:.3f}",
         "-" if trial is None else ("yes" if trial.exact else f"NO: {', '.join(trial.different)}"),
     )
 
