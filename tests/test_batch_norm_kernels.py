@@ -305,6 +305,19 @@ def test_a_gate_that_goes_on_is_both(machine: None, layout: Any, shape: tuple[in
     assert stand_ins.native_batch_norm_backward(grad, input, *operands, made) is made
 
 
+@pytest.mark.parametrize(("layout", "shape"), [(normal, (3, 48, 5, 7)), (rows, (9, 32, 3, 3)), (normal, (4, 3, 1, 2))])
+def test_the_gradient_may_be_where_the_gradient_was(machine: None, layout: Any, shape: tuple[int, ...]) -> None:
+    input, grad = layout(*shape) * 3 + 1, layout(*shape, seed=1)
+    _, _, *operands = backward_of(grad, input)
+    expected = torch.ops.aten.native_batch_norm_backward.default(grad, input, *operands)
+    kept = grad.clone()
+    apart = stand_ins.native_batch_norm_backward(grad, input, *operands)
+    assert same_bits(expected, apart) and torch.equal(grad, kept), "unless it is asked for, nothing is overwritten"
+    made = stand_ins.native_batch_norm_backward(grad, input, *operands, in_place=True)
+    # Maps that small have no kernel: torch's own has a place of its own.
+    assert same_bits(expected, made) and (made[0] is grad) == (shape[2:] != (1, 2))
+
+
 @pytest.mark.parametrize("shape", [(4, 15, 5, 7), (4, 32, 5, 7)])
 def test_a_gate_that_cannot_go_on_is_a_gate(shape: tuple[int, ...]) -> None:
     vectors = [normal(shape[1]).abs() for _ in range(3)]

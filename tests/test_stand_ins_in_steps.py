@@ -185,6 +185,48 @@ def test_the_backward_of_a_relu_is_that_of_the_batch_norm_before_it_too(
     assert policy != "keep" or text.count(", made=made)") == 4
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("policy", ["keep", "gist-lossless"])
+def test_the_backward_of_a_batch_norm_overwrites_a_gradient_that_nobody_reads(
+    policy: str, memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def network() -> nn.Module:
+        layers = (nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Tanh(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16))
+        return nn.Sequential(*layers, nn.MaxPool2d(2), nn.ReLU()).to(memory_format=memory_format)
+
+    all_that_are_exact(monkeypatch)
+    assert_same_as_eager(network(), inputs, policy=policy)
+    model = memfit.fit(network(), policy=policy)
+    model(*inputs(4)).square().sum().backward()
+    assert model.memfit.code.count("in_place=True") == 2  # type: ignore[union-attr]
+
+
+def test_a_gradient_that_is_not_the_steps_own_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's, or a parameter's."""
+
+    class Shifted(nn.Module):
+        def __init__(self, has_shift: bool) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3)
+            self.shift = nn.Parameter(torch.zeros(4, 16, 38, 38)) if has_shift else None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.norm(self.first(x))
+            return h if self.shift is None else self.last(h + self.shift)
+
+    all_that_are_exact(monkeypatch)
+    for has_shift in (False, True):
+        assert_same_as_eager(Shifted(has_shift), lambda n: inputs(4), policy="keep")
+        model = memfit.fit(Shifted(has_shift), policy="keep")
+        made = model(*inputs(4))
+        tangent = torch.randn_like(made)
+        kept = tangent.clone()
+        made.backward(tangent)
+        assert torch.equal(tangent, kept)
+        assert "stand_ins.native_batch_norm_backward(" in model.memfit.code  # type: ignore[union-attr]
+        assert "in_place" not in model.memfit.code  # type: ignore[union-attr]
+
+
 def test_a_gradient_that_is_read_behind_the_batch_norm_is_left_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch norm's gradient must not take its place."""
 

@@ -50,7 +50,15 @@ from memfit.plan.program import (
 )
 from memfit.run import kernels
 from memfit.run.aliases import alias, as_captured
-from memfit.run.neighbours import additions, divisions, is_counting, is_rectified, joined, normalised_behind
+from memfit.run.neighbours import (
+    additions,
+    divisions,
+    is_counting,
+    is_rectified,
+    joined,
+    normalised_behind,
+    overwrites_gradient,
+)
 from memfit.tiers.tier import Tier
 
 # The autograd engine keeps the order of two gradients returned together; of more it may not.
@@ -311,6 +319,9 @@ class _Writer:
                     is_first = bool(form.made) and self.step.values[form.made[0]].storage not in self.live
                     rectified = form.made[0] if is_first and is_rectified(form, following) else None
                     more = ["is_rectified=True"] * (rectified is not None) + ["made=made"] * (op is ahead)
+                    if not self.observed and op is not ahead:
+                        freed = list(_freed_behind(body, place))
+                        more += ["in_place=True"] * overwrites_gradient(form, freed, self.step)
                     self._run(number, index, form, more)
                 case Free(storage):
                     self._free(storage)
@@ -379,8 +390,7 @@ class _Writer:
             self._fetch(value)
         whole = op.made[0]
         storage = self.step.values[whole].storage
-        behind = itertools.takewhile(lambda numbered: isinstance(numbered[1], Free), body[at + 1 :])
-        is_kept = all(instruction != Free(storage) for _, instruction in behind)
+        is_kept = storage not in _freed_behind(body, at)
         following, _ = self._following(body, at)
         given = [self._text(arg) for arg in (op.args[0], *told, is_rectified(normalised, following), is_kept)]
         self._come(storage, self._name(whole))
@@ -561,3 +571,12 @@ class _Writer:
         if isinstance(arg, float) and arg - arg != 0:
             return f"float({str(arg)!r})"
         return repr(arg)
+
+
+def _freed_behind(body: tuple[Numbered, ...], place: int) -> Iterator[int]:
+    """The storages that are freed as soon as the instruction there is done."""
+    for at in range(place + 1, len(body)):
+        instruction = body[at][1]
+        if not isinstance(instruction, Free):
+            return
+        yield instruction.storage

@@ -2,7 +2,8 @@
 
 A ReLU that overwrites the result of a batch norm of ours is left to the batch norm. The backward of such a ReLU, in
 place, does that of the batch norm as well and overwrites the gradient once more, where nobody else reads that. Nothing
-is held longer by that; the self-tests of batch norm hold for these forms too.
+is held longer by that; the self-tests of batch norm hold for these forms too. So does the backward of a batch norm by
+itself overwrite its gradient where nobody reads that any more: a step holds a map less, and touches less fresh memory.
 
 A concatenation that a batch norm of ours follows on is made in that one's pass, and not at all where nobody else reads
 it. What that one makes is there a little sooner: so nothing may be freed between the two.
@@ -53,6 +54,23 @@ def normalised_behind(op: Op, following: Op | None, freed: Collection[int], step
         return None
     before, after = (step.storage[step.values[value].storage] for value in (op.made[0], following.made[0]))
     return others if before.id in freed and before.bytes == after.bytes else None
+
+
+def overwrites_gradient(op: Op, freed: Collection[int], step: Step) -> bool:
+    """True of a batch norm's backward of ours if what it makes can take the place of the gradient that comes in.
+
+    `freed` are the storages that go with that op. The gradient must be among them, made in the backward half, have as
+    many bytes, and never be anybody's but the step's.
+    """
+    if op.stand_in != _BATCH_NORM_BACKWARD:
+        return False
+    named = named_operands(op)
+    if not named["train"] or not all(named["output_mask"]) or not isinstance(named["grad_out"], Ref):
+        return False
+    before, after = (step.storage[step.values[v].storage] for v in (named["grad_out"].value, op.made[0]))
+    handed_out = {step.values[v].storage for v in (*step.outputs, *(each.value for each in step.gradients))}
+    is_ours = before.maker is not None and before.maker >= step.num_forward and before.id not in handed_out
+    return is_ours and before.id in freed and before.bytes == after.bytes
 
 
 def additions(ops: Iterable[Op], step: Step) -> list[Op]:

@@ -151,14 +151,18 @@ def native_batch_norm_backward(
     eps: float,
     output_mask: list[bool],
     made: Gradients | None = None,
+    in_place: bool = False,
 ) -> Gradients:
-    """The gradients of such a batch norm, or those that were made before."""
+    """The gradients of such a batch norm, or those that were made before.
+
+    In place: that of its input may take the place of what came in, which nobody reads any more.
+    """
     if made is not None:
         return made
     vectors = weight, save_mean, save_invstd
     run = _kernel_for(grad_out, input, vectors) if train and all(output_mask) else None
     if run is not None:
-        return _differentiate(run, grad_out, input, vectors, None, torch.empty_like(input))
+        return _differentiate(run, grad_out, input, vectors, None, grad_out if in_place else torch.empty_like(input))
     gradients: Gradients = torch.ops.aten.native_batch_norm_backward.default(
         grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
     )

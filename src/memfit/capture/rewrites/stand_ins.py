@@ -98,7 +98,9 @@ def _of_batch_norm_backward(op: Op, step: Step) -> Experiment | None:
         plain = torch.ops.aten.threshold_backward.default(grad, input, 0)
         gated, made = stand_ins.gate_and_go_on(grad.clone(), input, 0, input, weight, mean, invstd)
         behind = [calls[0](plain, *operands), stand_ins.native_batch_norm_backward(gated, *operands, made)]
-        return same_bits(*(call(grad, *operands) for call in calls)) and same_bits(*behind)
+        results = [call(grad, *operands) for call in calls]
+        in_place = stand_ins.native_batch_norm_backward(grad.clone(), *operands, in_place=True)
+        return same_bits(*results) and same_bits(*behind) and same_bits(results[0], in_place)
 
     return (*(part for sample in samples if sample for part in sample.signature), repr(settings)), same
 
