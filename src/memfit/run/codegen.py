@@ -27,7 +27,7 @@ from __future__ import annotations
 import itertools
 import linecache
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -36,13 +36,13 @@ from memfit import operators, stand_ins
 from memfit.capture.ghosts import make_ghost
 from memfit.capture.rerun_form import RENORMALISE, rerun_form
 from memfit.capture.step import Ghost, Op, Opaque, Ref, Step
+from memfit.left_memory import taking
 from memfit.plan.program import (
     Boundary,
     FetchStart,
     FetchWait,
     Free,
     Give,
-    Instruction,
     Program,
     Run,
     SendStart,
@@ -50,6 +50,8 @@ from memfit.plan.program import (
 )
 from memfit.run import kernels
 from memfit.run.aliases import alias, as_captured
+from memfit.run.heirs import heirs
+from memfit.run.lives import Lives
 from memfit.run.neighbours import (
     additions,
     divisions,
@@ -59,28 +61,14 @@ from memfit.run.neighbours import (
     normalised_behind,
     overwrites_gradient,
 )
+from memfit.run.slices import Numbered, Slice, slices_of
 from memfit.tiers.tier import Tier
-
-# The autograd engine keeps the order of two gradients returned together; of more it may not.
-_MAX_GIVES = 2
-
-
-Numbered = tuple[int, Instruction]
 
 
 class Observer(Protocol):
     """Told of every instruction: its number, and the tensors it made by the storage each looks at."""
 
     def __call__(self, number: int, made: Mapping[int, torch.Tensor] | None = None) -> None: ...
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A stretch of the backward half that ends in handing over gradients."""
-
-    instructions: tuple[Numbered, ...]
-    gives: tuple[int, ...]
-    give_numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -100,36 +88,6 @@ def away_name(step: Step, storage: int) -> str:
     return f"away_{step.values[step.storage[storage].values[0]].name}"
 
 
-def slices_of(program: Program) -> Iterator[Slice]:
-    """Cut the backward half after each handing-over."""
-    held: list[Numbered] = []
-    gives: list[int] = []
-    numbers: list[int] = []
-
-    def cut() -> Slice:
-        made = Slice(tuple(held), tuple(gives), tuple(numbers))
-        for collected in (held, gives, numbers):
-            collected.clear()
-        return made
-
-    for number, instruction in enumerate(program.instructions):
-        if number <= program.boundary:
-            continue
-        if isinstance(instruction, Give):
-            # One tensor given twice at once would be copied both times; given one after the other it is only once.
-            value = program.step.gradients[instruction.gradient].value
-            if len(gives) == _MAX_GIVES or any(program.step.gradients[g].value == value for g in gives):
-                yield cut()
-            gives.append(instruction.gradient)
-            numbers.append(number)
-        else:
-            if gives:
-                yield cut()
-            held.append((number, instruction))
-    if gives:
-        yield cut()
-
-
 def generate(
     program: Program,
     opaque: tuple[Any, ...] = (),
@@ -142,7 +100,7 @@ def generate(
     slices = tuple(slices_of(program))
     total = len(program.instructions)
     forward = tuple(enumerate(program.instructions[: program.boundary]))
-    plan = _Lives.of(step, [forward, *(part.instructions for part in slices)], slices)
+    plan = Lives.of(step, [forward, *(part.instructions for part in slices)], slices)
     names: dict[str, Any] = {
         "torch": torch,
         "aten": torch.ops.aten,
@@ -152,10 +110,11 @@ def generate(
         "stand_ins": stand_ins,
         "alias": alias,
         "as_captured": as_captured,
+        "taking": taking,
         "tiers": tiers or {},
     }
     names |= {f"opaque_{index}": thing for index, thing in enumerate(opaque)}
-    writer = _Writer(step, plan, names, observed)
+    writer = _Writer(step, plan, names, {} if observed else heirs(program), observed)
     lines = writer.forward(forward)
     for index, part in enumerate(slices):
         lines += ["", *writer.backward(index, part, program.boundary)]
@@ -173,64 +132,17 @@ def generate(
     )
 
 
-@dataclass
-class _Lives:
-    """Which function reads each thing last: 0 is the forward half, k + 1 the k-th slice.
-
-    In its first life every value of a storage is carried by itself; in a later one the base stands for all.
-    """
-
-    last_reader: dict[int, int] = field(default_factory=dict)  # by value
-    last_reader_of_base: dict[tuple[int, int], int] = field(default_factory=dict)  # by storage and life
-
-    @classmethod
-    def of(cls, step: Step, bodies: list[tuple[Numbered, ...]], slices: tuple[Slice, ...]) -> _Lives:
-        found = cls()
-        life: dict[int, int] = {}
-        live: set[int] = set()
-
-        def read(value: int, function: int) -> None:
-            storage = step.values[value].storage
-            if life.get(storage, 0) == 0:
-                found.last_reader[value] = function
-            else:
-                found.last_reader_of_base[storage, life[storage]] = function
-
-        def come(storage: int) -> None:
-            live.add(storage)
-            life[storage] = life.get(storage, -1) + 1
-
-        for function, body in enumerate(bodies):
-            for _, instruction in body:
-                match instruction:
-                    case Run(index, again):
-                        op = rerun_form(step.ops[index]) if again else step.ops[index]
-                        for value in op.reads():
-                            read(value, function)
-                        for storage in dict.fromkeys(step.values[v].storage for v in op.made):
-                            if storage not in live and step.storage[storage].maker == index:
-                                come(storage)
-                    case Free(storage) | SendWait(storage):
-                        live.discard(storage)
-                    case FetchStart(storage):
-                        come(storage)
-                    case FetchWait(storage):
-                        found.last_reader_of_base[storage, life[storage]] = function
-                    case _:
-                        pass
-            if function:
-                for gradient in slices[function - 1].gives:
-                    read(step.gradients[gradient].value, function)
-        return found
-
-
 class _Writer:
     """Writes functions; knows which values are in local variables and which are in S."""
 
-    def __init__(self, step: Step, lives: _Lives, names: dict[str, Any], observed: bool) -> None:
+    def __init__(
+        self, step: Step, lives: Lives, names: dict[str, Any], heirs: Mapping[int, int], observed: bool
+    ) -> None:
         self.step = step
         self.lives = lives
         self.names = names
+        self.heirs = heirs
+        self.left: dict[int, str] = {}  # what an instruction's result takes the memory of
         self.observed = observed
         self.ghosts: dict[Ghost, str] = {}
         self.local: set[int] = set()
@@ -324,6 +236,7 @@ class _Writer:
                         more += ["in_place=True"] * overwrites_gradient(form, freed, self.step)
                     self._run(number, index, form, more)
                 case Free(storage):
+                    self._leave(number, storage)
                     self._free(storage)
                     self._observe(number)
                 case SendStart(storage, tier):
@@ -442,7 +355,10 @@ class _Writer:
             self._fetch(value)
         arguments = [self._text(arg) for arg in op.args]
         arguments += [f"{key}={self._text(arg)}" for key, arg in op.kwargs] + more
-        call = f"{self._function(op)}({', '.join(arguments)})"
+        called = self._function(op)
+        if number in self.left:
+            called, arguments = "taking", ["S", repr(self.left.pop(number)), called, *arguments]
+        call = f"{called}({', '.join(arguments)})"
         names: list[str] = []
         made: dict[int, str] = {}
         for position, out in enumerate(op.outputs):
@@ -536,6 +452,14 @@ class _Writer:
         if made.target == "memfit.encode":  # ours, and larger than planned where it is a dense copy
             checked = self._name(value)
         self._line(f"S[{away_name(self.step, storage)!r}] = tiers[{tier!r}].send({checked}, {name!r})")
+
+    def _leave(self, number: int, storage: int) -> None:
+        """Keep the memory of a storage for its heir, if it has one."""
+        heir = self.heirs.get(number)
+        names = [self._name(v) for v in sorted(self.local) if self.step.values[v].storage == storage]
+        if heir is not None and names:
+            self.left[heir] = f"left_{storage}"
+            self._line(f"S[{self.left[heir]!r}] = {names[0]}")
 
     def _free(self, storage: int) -> None:
         self._forget(storage)

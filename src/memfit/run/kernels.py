@@ -6,6 +6,7 @@ import torch
 
 from memfit.codecs import gating, pooling
 from memfit.codecs.registry import codec
+from memfit.left_memory import new_empty
 
 
 def encode(tensor: torch.Tensor, ghost: torch.Tensor, settings: list[float], name: str) -> torch.Tensor:
@@ -15,8 +16,13 @@ def encode(tensor: torch.Tensor, ghost: torch.Tensor, settings: list[float], nam
 
 def decode(code: torch.Tensor, ghost: torch.Tensor, settings: list[float], name: str) -> torch.Tensor:
     """A fresh tensor of the ghost's layout with what the codec gives back."""
-    like = torch.empty_strided(ghost.shape, ghost.stride(), dtype=ghost.dtype, device=ghost.device)
+    like = _room_for(ghost)
     return codec(name).decode(code, like, tuple(settings))
+
+
+def _room_for(ghost: torch.Tensor) -> torch.Tensor:
+    """A tensor of the ghost's layout, for a kernel to fill."""
+    return new_empty(ghost.shape, ghost.stride(), ghost)
 
 
 def _laid_out(tensor: torch.Tensor, ghost: torch.Tensor) -> torch.Tensor:
@@ -60,5 +66,5 @@ def max_pool_backward(
     name: str,
 ) -> torch.Tensor:
     """The gradient of what was pooled, put where each window's slot says; both ghosts are as these tensors were."""
-    like = torch.empty_strided(pooled.shape, pooled.stride(), dtype=pooled.dtype, device=pooled.device)
+    like = _room_for(pooled)
     return pooling.max_pool_backward(_laid_out(gradient, indices), code, like, tuple(settings))

@@ -23,8 +23,8 @@ from memfit.capture.schemas import named_operands
 from memfit.capture.step import Op, Ref, Step, Value
 from memfit.stand_ins import COUNT_UP, STAND_INS
 
-_BATCH_NORM = STAND_INS["aten.native_batch_norm.default"]
-_BATCH_NORM_BACKWARD = STAND_INS["aten.native_batch_norm_backward.default"]
+BATCH_NORM = STAND_INS["aten.native_batch_norm.default"]
+BATCH_NORM_BACKWARD = STAND_INS["aten.native_batch_norm_backward.default"]
 _ADDITION = STAND_INS["aten.add_.Tensor"]
 _CAT = "aten.cat.default"
 _SLICE = "aten.slice.Tensor"
@@ -33,7 +33,7 @@ _RELU, _GATE = "aten.relu_.default", "aten.threshold_backward.grad_input"
 
 def is_rectified(op: Op, following: Op | None) -> bool:
     """True if the op is a batch norm of ours, and the following one a ReLU of its result, in place."""
-    if following is None or (op.stand_in != _BATCH_NORM and op.target != RENORMALISE):
+    if following is None or (op.stand_in != BATCH_NORM and op.target != RENORMALISE):
         return False
     return following.target == _RELU and following.args == (Ref(op.made[0]),)
 
@@ -44,7 +44,7 @@ def normalised_behind(op: Op, following: Op | None, freed: Collection[int], step
     These are its input, weight, mean and deviation. `freed` are the storages that go with that batch norm: what it
     makes takes the place of the gradient, which must be one of them and have as many bytes.
     """
-    if op.target != _GATE or following is None or following.stand_in != _BATCH_NORM_BACKWARD:
+    if op.target != _GATE or following is None or following.stand_in != BATCH_NORM_BACKWARD:
         return None
     named = named_operands(following)
     others = tuple(named[name] for name in ("input", "weight", "save_mean", "save_invstd"))
@@ -62,7 +62,7 @@ def overwrites_gradient(op: Op, freed: Collection[int], step: Step) -> bool:
     `freed` are the storages that go with that op. The gradient must be among them, made in the backward half, have as
     many bytes, and never be anybody's but the step's.
     """
-    if op.stand_in != _BATCH_NORM_BACKWARD:
+    if op.stand_in != BATCH_NORM_BACKWARD:
         return False
     named = named_operands(op)
     if not named["train"] or not all(named["output_mask"]) or not isinstance(named["grad_out"], Ref):
@@ -113,7 +113,7 @@ def joined(op: Op, following: Op | None, step: Step) -> tuple[Any, ...] | None:
     These are its weight, bias and running statistics, in a list, its momentum and what it adds to variances. Both must
     have channels first: of single channels torch may take either layout, and pieces do not say which.
     """
-    if op.target != _CAT or following is None or following.stand_in != _BATCH_NORM:
+    if op.target != _CAT or following is None or following.stand_in != BATCH_NORM:
         return None
     is_of_channels = len(op.args) == 2 and op.args[1] == 1 and all(isinstance(piece, Ref) for piece in op.args[0])
     named = named_operands(following)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from memfit.left_memory import let_go, new_empty
 from memfit.precision import cpu_is_precise
 from memfit.stand_ins import compiled
 from memfit.stand_ins.compiled import Convolution, ConvolutionWeights, is_plain
@@ -87,6 +88,7 @@ def convolve(
     library = _library(input)
     is_served = order.num_summed > 0 and is_plain(weight) and (bias is None or is_plain(bias))
     if library is None or not is_served or not is_direct(weight.shape, input.shape[2:], settings):
+        let_go()
         made: torch.Tensor = torch.ops.aten.convolution.default(input, weight, bias, *settings)
         return made
     return _convolved(library, order, input, weight, bias, is_backward=False)
@@ -111,6 +113,7 @@ def convolve_backward(
         is_served = [*mask] == [True, False, False] and order.num_summed > 0 and is_plain(weight)
         library = _library(grad_output)
     if library is None or not is_served or not is_direct(weight.shape, input.shape[2:], settings):
+        let_go()
         made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.convolution_backward.default(
             grad_output, input, weight, bias_sizes, *rest
         )
@@ -156,7 +159,7 @@ def _convolved(
 ) -> torch.Tensor:
     num_samples, num_in, height, width = input.shape
     num_out = weight.shape[1 if is_backward else 0]
-    out = input.new_empty((num_samples, num_out, height, width))
+    out = new_empty((num_samples, num_out, height, width), None, input)
     job = Convolution(
         input.data_ptr(),
         weight.data_ptr(),

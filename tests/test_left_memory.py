@@ -1,0 +1,167 @@
+"""Results in the memory of what was freed just before: which, that nobody else reads it, and the same bits."""
+
+from __future__ import annotations
+
+import array
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from beside_torch import needs_kernels
+from equivalence import assert_same_as_eager
+from test_stand_ins_in_steps import Chain, LastNet, Net, all_that_are_exact, inputs
+from torch import nn
+
+import memfit
+from memfit.left_memory import let_go, new_empty, taking
+from memfit.plan.program import Free, Run
+from memfit.run import codegen, heirs
+
+DONOR = torch.zeros(6, 4)
+
+
+def poisoned(values: dict[str, Any], name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As taking(), but whoever still reads what was there reads nonsense, as who reads what is not written yet."""
+    torch.empty(0, dtype=torch.uint8).set_(values[name].untyped_storage()).fill_(255)
+    return taking(values, name, function, *args, **kwargs)
+
+
+def placed(memory: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Room that may be in this memory."""
+    values = {"left": memory}
+    made = taking(values, "left", new_empty, *args)
+    assert not values
+    return made
+
+
+@pytest.fixture
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small storages leave their memory too, and nothing sensible is in it."""
+    all_that_are_exact(monkeypatch)
+    monkeypatch.setattr(heirs, "LEAST_BYTES", 1)
+    monkeypatch.setattr(codegen, "taking", poisoned)
+
+
+def test_a_result_of_that_size_is_made_there() -> None:
+    memory = torch.zeros(6, 4)
+    made = placed(memory, (4, 6), None, DONOR)
+    assert made.data_ptr() == memory.data_ptr() and made.shape == (4, 6) and made.is_contiguous()
+    turned = placed(memory, (4, 6), (1, 4), DONOR)
+    assert turned.data_ptr() == memory.data_ptr() and turned.stride() == (1, 4)
+    double = placed(memory, (12,), None, torch.zeros(1, dtype=torch.float64))
+    assert double.data_ptr() == memory.data_ptr() and double.dtype is torch.float64
+
+
+def test_any_other_result_is_made_elsewhere() -> None:
+    memory = torch.zeros(6, 4)
+    assert placed(memory, (6, 5), None, DONOR).data_ptr() != memory.data_ptr()
+    gaps = placed(memory, (12, 2), (4, 1), DONOR)
+    assert gaps.data_ptr() != memory.data_ptr() and gaps.stride() == (4, 1)
+    assert new_empty((6, 4), None, DONOR).data_ptr() != memory.data_ptr()
+
+
+@pytest.mark.parametrize("asked", [lambda: new_empty((6, 5), None, DONOR), let_go])
+def test_what_is_of_no_use_goes_at_once(asked: Callable[[], Any]) -> None:
+    buffer = array.array("f", [0.0] * 24)
+    values = {"left": torch.frombuffer(buffer, dtype=torch.float32)}
+    gone = weakref.ref(buffer)
+    del buffer
+    there = [gone() is not None]
+
+    def look() -> None:
+        asked()
+        there.append(gone() is not None)
+
+    taking(values, "left", look)
+    assert there == [True, False]
+
+
+def test_only_one_result_is_made_there_and_none_after_an_error() -> None:
+    memory = torch.zeros(6, 4)
+    first, second = taking({"left": memory}, "left", lambda: [new_empty((6, 4), None, DONOR) for _ in range(2)])
+    assert first.data_ptr() == memory.data_ptr() != second.data_ptr()
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        taking({"left": memory}, "left", fails)
+    assert new_empty((6, 4), None, DONOR).data_ptr() != memory.data_ptr()
+
+
+@needs_kernels
+@pytest.mark.parametrize("policy", ["keep", "sqrt", "gist-lossless", "vdnn-all"])
+@pytest.mark.parametrize(
+    "net", [Net, LastNet, lambda: Chain(torch.contiguous_format), lambda: Deep(), lambda: Pooled()]
+)
+def test_models_train_as_in_eager(net: Callable[[], nn.Module], policy: str, every_size: None) -> None:
+    assert_same_as_eager(net(), inputs, policy=policy)
+
+
+class Deep(nn.Module):
+    """Maps of one size, one after the other, and one that is read long after it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, size, padding=size // 2))
+            for size in (3, 1, 3, 3)
+        )
+        self.pool = nn.MaxPool2d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = early = self.first(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.pool(h + early.tanh())
+
+
+class Pooled(nn.Sequential):
+    """Two convolutions in front of each pool."""
+
+    def __init__(self) -> None:
+        layers = [
+            (nn.Conv2d(num_in, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), *pool)
+            for first in (3, 16, 16)
+            for num_in, pool in ((first, ()), (16, (nn.MaxPool2d(2),)))
+        ]
+        super().__init__(*(layer for several in layers for layer in several))
+
+
+@needs_kernels
+@pytest.mark.parametrize("policy", ["sqrt", "checkpoint-search", "gist-lossless"])
+def test_code_says_who_takes_what(policy: str, every_size: None) -> None:
+    model = memfit.fit(Pooled(), policy=policy)
+    model(*inputs(4)).square().sum().backward()
+    program = model.memfit.newest.program  # type: ignore[union-attr]
+    found = heirs.heirs(program)
+    code = model.memfit.code  # type: ignore[union-attr]
+    assert code.count(" = taking(S, 'left_") == code.count("    S['left_") > 0
+    assert code.count("    S['left_") <= len(found)
+    step, instructions = program.step, program.instructions
+    for number, heir in found.items():
+        freed, run = instructions[number], instructions[heir]
+        assert isinstance(freed, Free) and isinstance(run, Run) and number < heir
+        (made,) = {step.values[v].storage for v in step.ops[run.op].made}
+        assert step.storage[made].bytes == step.storage[freed.storage].bytes
+        theirs = {step.values[v].storage for v in (*step.outputs, *(g.value for g in step.gradients))}
+        assert freed.storage not in theirs and step.storage[freed.storage].maker is not None
+        for between in instructions[number + 1 : heir]:
+            fresh = step.ops[between.op].made if isinstance(between, Run) else ()
+            assert all(step.storage[step.values[v].storage].maker != between.op for v in fresh)
+    assert len(set(found.values())) == len(found), "nobody takes two"
+
+
+@needs_kernels
+def test_small_ones_and_observed_steps_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_that_are_exact(monkeypatch)
+    model = memfit.fit(Pooled(), policy="gist-lossless")
+    model(*inputs(4)).square().sum().backward()
+    assert "taking" not in model.memfit.code  # type: ignore[union-attr]
+    monkeypatch.setattr(heirs, "LEAST_BYTES", 1)
+    model = memfit.fit(Pooled(), policy="gist-lossless", debug=True)
+    model(*inputs(4)).square().sum().backward()
+    assert "taking" not in model.memfit.newest.observed_code.text  # type: ignore[union-attr]
