@@ -139,8 +139,8 @@ def test_code_says_who_takes_what(policy: str, every_size: None) -> None:
     program = model.memfit.newest.program  # type: ignore[union-attr]
     found = heirs.heirs(program)
     code = model.memfit.code  # type: ignore[union-attr]
-    assert code.count(" = taking(S, 'left_") == code.count("    S['left_") > 0
-    assert code.count("    S['left_") <= len(found)
+    assert code.count(" = taking(S, 'left ") == code.count("    S['left ") > 0
+    assert code.count("    S['left ") <= len(found)
     step, instructions = program.step, program.instructions
     for number, heir in found.items():
         freed, run = instructions[number], instructions[heir]

@@ -458,7 +458,7 @@ class _Writer:
         heir = self.heirs.get(number)
         names = [self._name(v) for v in sorted(self.local) if self.step.values[v].storage == storage]
         if heir is not None and names:
-            self.left[heir] = f"left_{storage}"
+            self.left[heir] = f"left {storage}"  # no name that a value could have
             self._line(f"S[{self.left[heir]!r}] = {names[0]}")
 
     def _free(self, storage: int) -> None:
