@@ -1,8 +1,8 @@
 """Which results are made in the memory of what was freed just before.
 
-Nothing may come to be in between, so a step holds no more than without. Only results that kernels of ours make can be
-told where to be, and only what was certainly made for itself leaves its memory: not what a caller has, a tier is busy
-with, or a batch norm's backward may have overwritten with its result.
+Nothing may run or come to be in between, not even a sum of gradients: so a step holds no more than without. Only
+results that kernels of ours make can be told where to be, and only what was certainly made for itself leaves its
+memory: not what a caller has, a tier is busy with, or a batch norm's backward may have overwritten with its result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from memfit.capture.rerun_form import RENORMALISE, rerun_form
 from memfit.capture.schemas import named_operands
 from memfit.capture.step import Op, Ref, Step
-from memfit.plan.program import Boundary, FetchStart, Free, Program, Run, SendStart
+from memfit.plan.program import Boundary, FetchStart, Free, Give, Program, Run, SendStart
 from memfit.run.neighbours import BATCH_NORM, BATCH_NORM_BACKWARD
 from memfit.stand_ins import STAND_INS
 
@@ -40,8 +40,9 @@ def heirs(program: Program) -> Mapping[int, int]:
                 made = {storage for storage in made if step.storage[storage].maker == index}
                 if len(made) == 1 and _can_be_told_where(op) and (known := left[step.storage[min(made)].bytes]):
                     found[known[-1]] = number
-                if made:
-                    left.clear()
+                left.clear()
+            case Give(gradient) if step.addition_bytes[gradient]:
+                left.clear()
             case Boundary() | SendStart() | FetchStart():
                 left.clear()
             case _:
