@@ -24,6 +24,7 @@ from memfit.cost.roofline import roofline
 from memfit.cost.signature import signature
 from memfit.errors import DoesNotFit
 from memfit.plan import keep_timeline as keep_timeline_file
+from memfit.plan import planner as planner_file
 from memfit.plan.auto.board import Allowance, Board
 from memfit.plan.auto.coded import CodedStep
 from memfit.plan.auto.planner import Mix, MixPlanner
@@ -39,7 +40,7 @@ from memfit.plan.auto.sites import (
 from memfit.plan.budget import Budget
 from memfit.plan.decisions import Encode, EncodeThenOffload, Keep, Offload, Recompute
 from memfit.plan.evaluate import Rank
-from memfit.plan.planner import Planned, plan_step
+from memfit.plan.planner import Planned, plan_step, whole_certificate
 from memfit.plan.policies import auto
 from memfit.plan.policies.gist import lossless_codes
 from memfit.plan.policies.registry import RUNNABLE, policy_named
@@ -416,6 +417,23 @@ def test_a_budget_that_nothing_fits_is_refused_with_a_proof() -> None:
     assert "No plan fits: while aten." in said and "every plan has at least" in said
     assert f"Give a budget of at least {found.peak_bytes:,} bytes" in said
     assert planned(step, costs, found.peak_bytes).fits, "the smallest budget that it names must do"
+
+
+def test_the_proof_says_what_there_must_be_room_for_beside_any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, costs = chain_of_seconds(4)
+    budget = Budget.parse(3 * TENSOR)
+    alone = plan_step(step, costs, policy="auto", budget=budget).certificate
+    assert alone.endswith(" bytes") and "beside" not in alone
+    monkeypatch.setattr(planner_file, "_LEAST_WITH_HEADROOM", 0)
+    monkeypatch.setattr(planner_file, "_HEADROOM_BYTES", 1000)
+    set_aside_bytes = 1000 + 3 * TENSOR // 200
+    found = plan_step(step, costs, policy="auto", budget=budget, headroom=True).certificate
+    assert found == f"{alone}, beside {set_aside_bytes:,} bytes set aside for what a process holds besides tensors"
+    assert whole_certificate("all", state_bytes=5_000, headroom_bytes=9) == (
+        "all, beside 5,000 bytes of the optimizer's state and 9 bytes set aside"
+        " for what a process holds besides tensors"
+    )
+    assert whole_certificate("", state_bytes=5_000) == ""
 
 
 @pytest.mark.slow

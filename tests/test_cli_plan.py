@@ -190,6 +190,10 @@ def test_a_plan_that_does_not_fit_is_shown_all_the_same(run_json: Run, capsys: p
     assert err.splitlines()[-1].startswith("memfit: error: policy 'auto' needs ")
     assert found["lower_bound_overhead"] is None and found["certificate"] in found["error"]
     assert found["saved"] is None and not Path("plan.json").exists()
+    # Of a budget that the optimizer's state leaves no room in, the proof says that this is there too.
+    code, found, _ = run_json("plan", NET, *TITAN, "--budget", "1KiB", "--optimizer", "adam")
+    assert code == 2 and found["optimizer_bytes"] > 0
+    assert found["certificate"].endswith(f", beside {found['optimizer_bytes']:,} bytes of the optimizer's state")
     text = text_of(capsys, "plan", NET, *TITAN, "--budget", "1KiB", code=2)
     assert "NO" in text and "nothing: " in text and "budget |----" not in text.splitlines()[-4]
 

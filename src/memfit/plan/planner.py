@@ -40,7 +40,8 @@ class Planned:
         costs: the prices of the plan: those that were given, by the algorithms that the policy chose.
         note: which way the policy took, if it says so.
         bound_s: no plan of the policy's choices takes less; None if it does not know.
-        certificate: why no plan fits the budget, where the policy proved that.
+        certificate: why no plan fits the budget, where the policy proved that: what every plan has, and what there is
+            beside any plan.
         budget_bytes: all that may be on the device at once; None if nobody set a limit.
         optimizer_bytes: state of the optimizer, on the device throughout.
         peak_bytes, average_bytes: all included; the average is over time.
@@ -140,6 +141,14 @@ class Planned:
         return f" ({max(self.peak_bytes - self.fixed_bytes, 0) / self.keep_activation_bytes:.1%})"
 
 
+def whole_certificate(certificate: str, *, state_bytes: int, headroom_bytes: int = 0) -> str:
+    """The certificate of a step, with what else there must be room for in the budget; empty if there is none."""
+    others = [f"{state_bytes:,} bytes of the optimizer's state"] if state_bytes else []
+    if headroom_bytes:
+        others.append(f"{headroom_bytes:,} bytes set aside for what a process holds besides tensors")
+    return f"{certificate}, beside {' and '.join(others)}" if certificate and others else certificate
+
+
 @collector_paused()
 def plan_step(
     step: Step,
@@ -187,8 +196,10 @@ def plan_step(
         )
     # Programs know nothing of the optimizer's state: it is there, whatever they do.
     room = None if budget_bytes is None else max(budget_bytes - state_bytes, 0)
+    headroom_bytes = 0
     if headroom and room is not None and room >= _LEAST_WITH_HEADROOM:
-        room -= _HEADROOM_BYTES + room // _HEADROOM_SHARE
+        headroom_bytes = _HEADROOM_BYTES + room // _HEADROOM_SHARE
+        room -= headroom_bytes
     note, certificate, bound_ps = "", "", None
     if decisions is not None:
         decisions = _for_this_step(step, decisions)
@@ -198,7 +209,8 @@ def plan_step(
         if not isinstance(decided, Decided):
             decided = Decided(decided, costs)
         decisions, costs, note = decided.decisions, decided.costs, decided.note
-        bound_ps, certificate = decided.bound_ps, decided.certificate
+        bound_ps = decided.bound_ps
+        certificate = whole_certificate(decided.certificate, state_bytes=state_bytes, headroom_bytes=headroom_bytes)
         if decided.step is not None:
             step = decided.step
         if decided.room_bytes is not None:

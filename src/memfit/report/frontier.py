@@ -12,7 +12,7 @@ from memfit.cost.costs import PS_PER_S, Costs
 from memfit.errors import BadOption, MemfitError
 from memfit.plan.bound import Bounds
 from memfit.plan.budget import Budget
-from memfit.plan.planner import Planned, plan_step
+from memfit.plan.planner import Planned, plan_step, whole_certificate
 from memfit.plan.policies.gist import lossless_codes
 from memfit.plan.policies.registry import POLICIES, policy_named
 
@@ -226,4 +226,5 @@ def _limit(budget: Budget, num_bytes: int, keep: Planned, auto: Planned | None, 
         return Limit(budget.text, num_bytes, share, auto.lower_bound_overhead, auto.certificate)
     bound = proven.bounds.at(max(num_bytes - keep.optimizer_bytes, 0))
     certificate = "" if bound.certificate is None else bound.certificate.describe()
+    certificate = whole_certificate(certificate, state_bytes=keep.optimizer_bytes)
     return Limit(budget.text, num_bytes, share, bound.overhead, certificate)
