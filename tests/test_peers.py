@@ -460,6 +460,42 @@ def test_auto_is_timed_beside_those_that_may_be_as_fast() -> None:
     assert verdict.beaten_by == ("checkpoint", "rotor") and verdict.within_noise == ("checkpoint",)
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_policy_that_needs_more_when_it_is_timed_beside_auto_is_planned_again(learns: bool) -> None:
+    """Prices learn from every process: a budget that was enough for the trial need not be for the duel."""
+
+    class Learning(MadeUp):
+        def ask(self, task: str, case: Case, **request: Any) -> dict[str, Any]:
+            num_duels = len([asked for asked in self.asked if asked[0] == "duel"])
+            if task == "duel" and request["beside"]["budget_bytes"] == 1050 * MIB:
+                self.asked.append((task, "auto", "rotor"))
+                raise ArmFailed("DoesNotFit: it needs more")
+            answer = super().ask(task, case, **request)
+            if task == "budget" and learns and num_duels:
+                answer["budget_bytes"] += MIB
+            return answer
+
+    titles = {n: str(Setting("rotor", budget_bytes=n * MIB)) for n in (1050, 1051)}
+    workers = Learning(
+        {
+            ("eager", ""): (100, 1.0),
+            ("rotor", titles[1050]): (45, 1.06),
+            ("rotor", titles[1051]): (46, 1.05),
+            ("auto", titles[1050]): (45, 1.05),
+        }
+    )
+    workers.beside["rotor"] = 0.95
+    found = Contest(Case("resnet50", 8, 64), workers).compare([PEERS["auto"], PEERS["rotor"]], [0.5])
+    (rotor,) = (row for row in found.rows if row.peer == "rotor")
+    num_duels = len([asked for asked in workers.asked if asked[0] == "duel"])
+    if learns:
+        assert str(rotor.setting) == titles[1051] and rotor.activation_share == 0.46
+        assert rotor.duel == beside(0.95) and rotor.note == "" and num_duels == 2
+    else:
+        assert str(rotor.setting) == titles[1050] and num_duels == 1
+        assert rotor.duel is None and rotor.note == "beside auto: DoesNotFit: it needs more"
+
+
 # -- Verdicts ---------------------------------------------------------------------------------------------------------
 
 

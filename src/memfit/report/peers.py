@@ -134,7 +134,7 @@ class Contest:
         rows = [self._eager_row(eager)]
         others = [peer for peer in peers if peer.kind is not Kind.EAGER]
         for share in shares:
-            rows += self._with_duels([self._row(peer, share, eager) for peer in others])
+            rows += self._with_duels([self._row(peer, share, eager) for peer in others], eager)
         if not any(peer.name == AUTO for peer in peers):
             return Comparison(self.case, tuple(rows))
         try:
@@ -153,18 +153,29 @@ class Contest:
         except ArmFailed as failure:
             return self._failed(peer, share, eager, str(failure))
 
-    def _with_duels(self, rows: Sequence[Row]) -> list[Row]:
+    def _with_duels(self, rows: Sequence[Row], eager: PeerPeak) -> list[Row]:
         """The rows of one share; those that may be as fast as auto's are timed beside it."""
         auto = next((row for row in rows if row.peer == AUTO), None)
-        return [self._with_duel(row, auto) if auto is not None and _may_be_as_fast(row, auto) else row for row in rows]
+        return [row if auto is None else self._with_duel(row, auto, eager) for row in rows]
 
-    def _with_duel(self, row: Row, auto: Row) -> Row:
+    def _with_duel(self, row: Row, auto: Row, eager: PeerPeak, *, is_again: bool = False) -> Row:
+        """That row, with its duel if it may be as fast as auto's.
+
+        What was measured since a policy was planned may have shown that it needs more: its row is then made anew, once.
+        """
+        if not _may_be_as_fast(row, auto):
+            return row
         assert row.setting is not None and auto.setting is not None
         self.progress(f"{self.case.network}: timing auto beside {row.peer} {row.setting}")
         try:
             settings = {"setting": auto.setting.to_dict(), "beside": row.setting.to_dict()}
             return replace(row, duel=Duel.from_dict(self.workers.ask("duel", self.case, **settings)))
         except ArmFailed as failure:
+            peer = PEERS[row.peer]
+            if peer.takes_budget and not is_again:
+                anew = self._row(peer, row.share, eager)
+                if anew.setting not in (None, row.setting):
+                    return self._with_duel(anew, auto, eager, is_again=True)
             return replace(row, note="; ".join(filter(None, (row.note, f"beside auto: {failure}"))))
 
     def _eager_row(self, eager: PeerPeak) -> Row:
