@@ -1,8 +1,8 @@
 /* Calls every stand-in on random tensors in buffers of just their size, for the sanitizers to watch.
  *
- * With and without AVX2 the results must be the same; those of convolutions, which ask for AVX-512, must be what plain
- * loops make that add up in the order they are told. Sizes, settings and numbers of threads are random. Usage:
- * kernel_driver ROUNDS SEED. Exits with 1 and a line of text at the first disagreement. */
+ * With and without AVX2 the results must be the same; those of convolutions and products, which ask for AVX-512, must
+ * be what plain loops make that add up in the order they are told. Sizes, settings and numbers of threads are random.
+ * Usage: kernel_driver ROUNDS SEED. Exits with 1 and a line of text at the first disagreement. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -287,6 +287,39 @@ static void try_convolution_weights(int64_t window) {
     free(in), free(grad_out), free(expected), free(of_bias), free(grad_bias), free(of.out), free(of.scratch);
 }
 
+/* One element, added up in the order that is asked for; operands lie as the kind has them. */
+static float sum_of_product(const struct product *of, int64_t row, int64_t column) {
+    float total = of->bias ? of->bias[column] : 0;
+    for (int64_t k = 0; k < of->num_terms;) {
+        float sum = 0;
+        for (int64_t end = least(k + of->num_summed, of->num_terms); k < end; k++) {
+            int is_turned = of->kind == PRODUCT_OF_FEW_TERMS, has_rows = of->kind == PRODUCT_WITH_ROWS;
+            float one = of->one[is_turned ? k * of->num_rows + row : row * of->num_terms + k];
+            sum = fmaf(one, of->other[has_rows ? column * of->num_terms + k : k * of->num_columns + column], sum);
+        }
+        total += sum;
+    }
+    return total;
+}
+
+static void try_product(void) {
+    struct product of = {.num_rows = draw(1, 40), .num_columns = draw(1, 600), .num_terms = draw(1, 80),
+                         .kind = draw(PRODUCT_WITH_ROWS, PRODUCT_OF_FEW_TERMS)};
+    if (draw(1, 20) == 1) /* more than is gone through at once, or a page */
+        of.num_columns = draw(1, 30) + (of.kind == PRODUCT_OF_FEW_TERMS ? 1024 : 0), of.num_terms = draw(2040, 2100);
+    of.num_summed = of.kind == PRODUCT_OF_FEW_TERMS ? of.num_terms : draw(1, of.num_terms);
+    int64_t num_out = of.num_rows * of.num_columns;
+    float *one = floats(of.num_rows * of.num_terms), *other = floats(of.num_columns * of.num_terms);
+    float *bias = floats(of.num_columns), *expected = floats(num_out);
+    of.one = one, of.other = other, of.bias = of.kind == PRODUCT_WITH_ROWS && draw(0, 1) ? bias : NULL;
+    of.out = floats(num_out), of.scratch = floats(memfit_multiply_scratch(&of));
+    for (int64_t k = 0; k < num_out; k++)
+        expected[k] = sum_of_product(&of, k / of.num_columns, k % of.num_columns);
+    memfit_multiply(&of, (int)draw(1, 5));
+    same("a product", expected, of.out, (size_t)num_out * sizeof(float));
+    free(one), free(other), free(bias), free(expected), free(of.out), free(of.scratch);
+}
+
 int main(int argc, char **argv) {
     if (argc != 3)
         return 2;
@@ -296,6 +329,7 @@ int main(int argc, char **argv) {
             try_average_pool(0), try_average_pool(1), try_additions(), try_bernoulli();
     memfit_allow_avx2(1);
     for (int round = 0; memfit_has_avx512() && round < atoi(argv[1]) / 20; round++)
-        try_convolution(1), try_convolution(3), try_convolution_weights(1), try_convolution_weights(3);
+        try_convolution(1), try_convolution(3), try_convolution_weights(1), try_convolution_weights(3),
+            try_product(), try_product(), try_product();
     return 0;
 }

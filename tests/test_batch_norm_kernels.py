@@ -318,6 +318,30 @@ def test_the_gradient_may_be_where_the_gradient_was(machine: None, layout: Any, 
     assert same_bits(expected, made) and (made[0] is grad) == (shape[2:] != (1, 2))
 
 
+@pytest.mark.parametrize("is_rectified", [False, True])
+@pytest.mark.parametrize(("layout", "shape"), [(normal, (3, 48, 5, 7)), (rows, (9, 32, 3, 3)), (normal, (40, 6))])
+def test_the_result_may_be_where_the_input_was(
+    machine: None, layout: Any, shape: tuple[int, ...], is_rectified: bool
+) -> None:
+    input = layout(*shape) * 3 + 1
+    operands = vectors(shape[1])[:2]
+    settings = (None, None, True, 0.1, 1e-5)
+    expected = torch.ops.aten.native_batch_norm.default(input, *operands, *settings)
+    result = expected[0].relu() if is_rectified else expected[0]
+    kept = input.clone()
+    for statistics in (None, expected[1:]):
+        for in_place in (False, True):
+            given = input.clone()
+            if statistics is None:
+                out, *found = stand_ins.native_batch_norm(given, *operands, *settings, is_rectified, in_place=in_place)
+                assert same_bits(expected[1:], found)
+            else:
+                out = operators.renormalise(given, *operands, *statistics, is_rectified, in_place)
+            # What torch normalises, it has a place of its own for.
+            assert same_bits(result, out) and (out is given) == (in_place and len(shape) > 2)
+            assert out is given or torch.equal(given, kept), "unless it is asked for, nothing is overwritten"
+
+
 @pytest.mark.parametrize("shape", [(4, 15, 5, 7), (4, 32, 5, 7)])
 def test_a_gate_that_cannot_go_on_is_a_gate(shape: tuple[int, ...]) -> None:
     vectors = [normal(shape[1]).abs() for _ in range(3)]

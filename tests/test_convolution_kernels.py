@@ -20,12 +20,12 @@ from torch import nn
 
 import memfit
 from memfit import stand_ins
-from memfit.capture.rewrites import convolution_orders as trials
-from memfit.capture.rewrites import rewrite
+from memfit.capture.rewrites import convolution_orders, rewrite, trials
 from memfit.capture.rewrites.chunks import in_chunks
 from memfit.capture.rewrites.proof import Proofs, same_bits
 from memfit.stand_ins import convolutions
-from memfit.stand_ins.convolutions import Order, orders
+from memfit.stand_ins.convolutions import orders
+from memfit.stand_ins.orders import Order
 from memfit.torch_internals import resolve
 
 pytestmark = needs_kernels
@@ -266,7 +266,7 @@ def kept(step: memfit.Step) -> list[str]:
 
 
 def regardless_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "_is_faster", lambda plain, made: True)
+    monkeypatch.setattr(trials, "is_faster", lambda plain, made: True)
 
 
 @needs_avx512
@@ -286,13 +286,13 @@ def test_a_model_with_convolutions_of_ours_trains_as_in_eager(policy: str, monke
 def test_kernels_stand_in_only_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     step = memfit.capture(Net(), inputs(4))
     for is_faster in (True, False):
-        monkeypatch.setattr(trials, "_is_faster", lambda plain, made, is_faster=is_faster: is_faster)
+        monkeypatch.setattr(trials, "is_faster", lambda plain, made, is_faster=is_faster: is_faster)
         assert len(kept(rewrite(step, proofs=Proofs(None)))) == (9 if is_faster else 0)
 
 
 def test_where_there_is_no_avx512_products_of_matrices_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     regardless_of_time(monkeypatch)
-    for module in (convolutions, trials):
+    for module in (convolutions, convolution_orders):
         monkeypatch.setattr(module, "are_there", lambda: False)
     step = memfit.capture(nn.Conv2d(24, 16, 1, bias=False), (normal(2, 24, 9, 9).requires_grad_(),))
     found = kept(rewrite(step, proofs=Proofs(None)))
@@ -324,8 +324,8 @@ def test_what_is_faster_is_found_by_running_both() -> None:
         time.sleep(seconds)
 
     slow, fast = partial(call, "slow", 0.01), partial(call, "fast", 0.0)
-    assert trials._is_faster(slow, fast) and order[:4] == ["slow", "fast"] * 2
-    assert not trials._is_faster(fast, slow)
+    assert trials.is_faster(slow, fast) and order[:4] == ["slow", "fast"] * 2
+    assert not trials.is_faster(fast, slow)
 
 
 def test_chunks_of_a_convolution_have_no_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,21 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import seeded
+from test_peers_chain import small
 from torch import nn
 
-from memfit import zoo
 from memfit.capture.step import Step
 from memfit.cost.costs import Costs, Link
 from memfit.cost.devices import device
 from memfit.cost.roofline import roofline
-from memfit.errors import BadOption, MemfitError
+from memfit.errors import MemfitError
 from memfit.plan.planner import Planned
 from memfit.plan.policies.registry import POLICIES
 from memfit.report import peers_duel, peers_process, peers_trial, peers_worker
 from memfit.report.arm import Arm
 from memfit.report.peers import ALL, Contest, Row
-from memfit.report.peers_chain import checkpoint_blocks, checkpoint_segments, stages_of
+from memfit.report.peers_chain import stages_of
 from memfit.report.peers_duel import Duel, duel
 from memfit.report.peers_planning import Search
 from memfit.report.peers_process import ArmFailed, Case, Workers
@@ -34,13 +32,6 @@ from memfit.report.peers_verdict import verdicts
 from memfit.report.step_module import TrainingStep
 
 MIB = 2**20
-SMALL = {
-    "vgg16_bn": ({"widths": (4, 4, 4, 4, 4), "hidden": 8, "num_classes": 3}, 32),
-    "resnet50": ({"width": 4, "num_classes": 3}, 32),
-    "densenet121": ({"blocks": (2, 2), "growth": 4, "stem_channels": 8, "num_classes": 3}, 32),
-    "unet": ({"width": 4}, 16),
-    "gpt2": ({"num_layers": 3, "width": 8, "num_heads": 2, "vocab_size": 11, "context": 8}, 8),
-}
 NETWORK = """
 import torch
 from torch import nn
@@ -77,68 +68,6 @@ def networks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("memfit.run.fitted.measure", prices)
     (tmp_path / "peer_networks.py").write_text(NETWORK)
     monkeypatch.chdir(tmp_path)
-
-
-def small(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    options, image = SMALL[name]
-    model = seeded(lambda: zoo.build(name, device="cpu", **options))
-    if name == "gpt2":
-        return model, (torch.arange(2 * image).reshape(2, image) % 11,)
-    return model, (seeded(lambda: torch.randn(2, 1 if name == "unet" else 3, image, image)),)
-
-
-def gradients(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    torch.manual_seed(3)
-    output = model(*inputs)
-    output.square().mean().backward()
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    assert len(found) == len(list(model.parameters()))
-    return [output.detach(), *found]
-
-
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("wrap", [lambda m: checkpoint_segments(m, 3), lambda m: checkpoint_blocks(m, 4)])
-def test_checkpointed_chains_are_the_network(name: str, wrap: Callable[[nn.Module], None]) -> None:
-    model, inputs = small(name)
-    chained = copy.deepcopy(model)
-    wrap(chained)
-    expected, found = gradients(model, inputs), gradients(chained, inputs)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    assert torch.equal(expected[0], found[0])
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in chained.named_parameters()]
-
-
-def test_checkpoint_holds_less_between_the_halves() -> None:
-    model, inputs = small("resnet50")
-
-    def saved_bytes(model: nn.Module) -> int:
-        kept: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = model(*inputs)
-        assert output.requires_grad
-        return sum(kept.values())
-
-    by_block, by_segment = copy.deepcopy(model), copy.deepcopy(model)
-    checkpoint_blocks(by_block, 17)
-    checkpoint_segments(by_segment, 3)
-    assert saved_bytes(by_block) < 0.5 * saved_bytes(model)
-    assert saved_bytes(by_segment) < 0.8 * saved_bytes(model)
-
-
-def test_chains_that_cannot_be_divided_are_refused() -> None:
-    with pytest.raises(BadOption, match="no chain of blocks is known for Linear"):
-        stages_of(nn.Linear(2, 2))
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    with pytest.raises(BadOption, match="3 segments: Sequential has 2 stages to divide"):
-        checkpoint_segments(model, 3)
-    with pytest.raises(BadOption, match="3 blocks: Sequential has 2 stages"):
-        checkpoint_blocks(model, 3)
 
 
 def test_settings_of_every_peer() -> None:
@@ -205,10 +134,11 @@ def test_two_ways_are_timed_in_turn_from_the_same_state(
     assert found.step_s > 0 and found.peer_step_s > 0
     assert Duel.from_dict(found.to_dict()) == found
     other = "rotor" if peer.peer == "rotor" else "eager"
-    assert order == [name for pair in range(len(order) // 2) for name in ([other, "auto"], ["auto", other])[pair % 2]]
+    turns = ([other, "auto"], ["auto", other])
+    assert order == [name for pair in range(len(order) // 4) for name in turns[pair % 2] for _ in range(2)]
     # torch.utils.checkpoint updates running statistics twice: it would part from auto, but starts from its state.
     assert all(torch.equal(a, b) for a, b in zip(losses["auto"], losses[other], strict=True))
-    assert len({float(loss) for loss in losses["auto"]}) == len(losses["auto"]), "both are trained"
+    assert 2 * len({float(loss) for loss in losses["auto"]}) == len(losses["auto"]), "both are trained after both steps"
 
 
 def test_two_ways_that_take_long_are_timed_less_often(networks: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,7 @@ from torch import nn
 
 import memfit
 from memfit import stand_ins
-from memfit.capture.rewrites import convolution_orders as trials
-from memfit.capture.rewrites import rewrite
+from memfit.capture.rewrites import rewrite, trials
 from memfit.capture.rewrites.proof import Proofs
 from memfit.capture.step import Op, Ref
 from memfit.cost.signature import signature
@@ -72,12 +71,12 @@ def stand_ins_of(step: memfit.Step) -> dict[str, str]:
 
 def all_that_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a product is faster is not asked, and nothing is remembered."""
-    monkeypatch.setattr(trials, "_is_faster", lambda plain, made: True)
+    monkeypatch.setattr(trials, "is_faster", lambda plain, made: True)
     monkeypatch.setattr(Proofs, "_outcome", lambda self, rewrite, signature, experiment: experiment())
 
 
 def test_each_stands_in_where_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "_is_faster", lambda plain, made: True)
+    monkeypatch.setattr(trials, "is_faster", lambda plain, made: True)
     step = rewrite(memfit.capture(Net(), inputs(4)), proofs=Proofs(None))
     assert stand_ins_of(step) == stand_ins.STAND_INS
     for op in step.ops:

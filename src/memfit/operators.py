@@ -57,16 +57,17 @@ def renormalise(
     mean: torch.Tensor,
     invstd: torch.Tensor,
     is_rectified: bool = False,
+    in_place: bool = False,
 ) -> torch.Tensor:
     """What training-mode batch norm made of the input, from the statistics it saved: one pass instead of three.
 
-    With the ReLU behind it in the same go, where that is asked.
+    With the ReLU behind it in the same go, where that is asked. In place: the result may take the place of the input.
 
     torch's kernel computes x * alpha + beta with alpha = invstd * weight and beta = bias - mean * alpha, fused in its
     own way, and so does the one for evaluation with 1 / sqrt(variance + eps) for invstd. Asked to evaluate with a
     variance of 1, no eps and alpha for its weight, it goes through the same numbers. No elementwise op of torch does.
     """
-    made = stand_ins.renormalised(input, weight, bias, mean, invstd, is_rectified)
+    made = stand_ins.renormalised(input, weight, bias, mean, invstd, is_rectified, in_place)
     if made is not None:
         return made
     alpha = invstd if weight is None else invstd * weight

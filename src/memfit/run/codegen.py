@@ -37,6 +37,7 @@ from memfit.capture.ghosts import make_ghost
 from memfit.capture.rerun_form import RENORMALISE, rerun_form
 from memfit.capture.step import Ghost, Op, Opaque, Ref, Step
 from memfit.left_memory import taking
+from memfit.plan.ledger import Ledger
 from memfit.plan.program import (
     Boundary,
     FetchStart,
@@ -50,7 +51,7 @@ from memfit.plan.program import (
 )
 from memfit.run import kernels
 from memfit.run.aliases import alias, as_captured
-from memfit.run.heirs import heirs
+from memfit.run.heirs import Heirs
 from memfit.run.lives import Lives
 from memfit.run.neighbours import (
     additions,
@@ -93,9 +94,13 @@ def generate(
     opaque: tuple[Any, ...] = (),
     *,
     tiers: Mapping[str, Tier] | None = None,
+    ledger: Ledger | None = None,
     observed: bool = False,
 ) -> Code:
-    """Write the program as Python and compile it."""
+    """Write the program as Python and compile it.
+
+    With a ledger that knows the workspaces of its ops, memory may be left to others for longer (heirs.py).
+    """
     step = program.step
     slices = tuple(slices_of(program))
     total = len(program.instructions)
@@ -114,7 +119,7 @@ def generate(
         "tiers": tiers or {},
     }
     names |= {f"opaque_{index}": thing for index, thing in enumerate(opaque)}
-    writer = _Writer(step, plan, names, {} if observed else heirs(program), observed)
+    writer = _Writer(step, plan, names, Heirs() if observed else Heirs.found_in(program, ledger), observed)
     lines = writer.forward(forward)
     for index, part in enumerate(slices):
         lines += ["", *writer.backward(index, part, program.boundary)]
@@ -135,9 +140,7 @@ def generate(
 class _Writer:
     """Writes functions; knows which values are in local variables and which are in S."""
 
-    def __init__(
-        self, step: Step, lives: Lives, names: dict[str, Any], heirs: Mapping[int, int], observed: bool
-    ) -> None:
+    def __init__(self, step: Step, lives: Lives, names: dict[str, Any], heirs: Heirs, observed: bool) -> None:
         self.step = step
         self.lives = lives
         self.names = names
@@ -233,7 +236,8 @@ class _Writer:
                     more = ["is_rectified=True"] * (rectified is not None) + ["made=made"] * (op is ahead)
                     if not self.observed and op is not ahead:
                         freed = list(_freed_behind(body, place))
-                        more += ["in_place=True"] * overwrites_gradient(form, freed, self.step)
+                        is_in_place = number in self.heirs.in_place or overwrites_gradient(form, freed, self.step)
+                        more += ["in_place=True"] * is_in_place
                     self._run(number, index, form, more)
                 case Free(storage):
                     self._leave(number, storage)
@@ -455,10 +459,10 @@ class _Writer:
 
     def _leave(self, number: int, storage: int) -> None:
         """Keep the memory of a storage for its heir, if it has one."""
-        heir = self.heirs.get(number)
+        heir = self.heirs.of.get(number)
         names = [self._name(v) for v in sorted(self.local) if self.step.values[v].storage == storage]
         if heir is not None and names:
-            self.left[heir] = f"left {storage}"  # no name that a value could have
+            self.left[heir] = f"left {number}"  # no name that a value could have
             self._line(f"S[{self.left[heir]!r}] = {names[0]}")
 
     def _free(self, storage: int) -> None:

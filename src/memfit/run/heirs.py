@@ -1,53 +1,115 @@
-"""Which results are made in the memory of what was freed just before.
+"""Which results are made in the memory of what was freed before, or of what they are made from.
 
-Nothing may run or come to be in between, not even a sum of gradients: so a step holds no more than without. Only
-results that kernels of ours make can be told where to be, and only what was certainly made for itself leaves its
+What was freed may be left for a while where the ledger has room for it: at no instruction is more held than the plan
+holds at its peak, be that counted with gradients or without. Where workspaces are not known, nothing may run or come to
+be in between, not even a sum of gradients.
+
+Only results that kernels of ours make can be told where to be, and only what was certainly made for itself leaves its
 memory: not what a caller has, a tier is busy with, or a batch norm's backward may have overwritten with its result.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy
+from numpy.typing import NDArray
 
 from memfit.capture.rerun_form import RENORMALISE, rerun_form
 from memfit.capture.schemas import named_operands
-from memfit.capture.step import Op, Ref, Step
+from memfit.capture.step import Kind, Op, Ref, Step
+from memfit.plan.ledger import KINDS, Ledger
 from memfit.plan.program import Boundary, FetchStart, Free, Give, Program, Run, SendStart
-from memfit.run.neighbours import BATCH_NORM, BATCH_NORM_BACKWARD
-from memfit.stand_ins import STAND_INS
+from memfit.run.neighbours import BATCH_NORM, BATCH_NORM_BACKWARD, is_behind_concatenation
+from memfit.stand_ins import CONVOLUTIONS, STAND_INS
 
 LEAST_BYTES = 1 << 20
 """Less is memory that malloc keeps."""
 
+_NUM_TRIED = 8
+"""Of what was freed and has as many bytes: what was freed longer ago has seldom had room all the time since."""
+
 _CONVOLUTION, _GRADIENTS = "memfit_ops.convolution.", "memfit_ops.convolution_backward."
 _OURS = frozenset({"memfit.decode", "memfit.max_pool_backward"})
+_POOLS = frozenset(STAND_INS[f"aten.{name}.default"] for name in ("max_pool2d_with_indices", "avg_pool2d"))
 
 
-def heirs(program: Program) -> Mapping[int, int]:
-    """By the number of the instruction that frees a storage, that of the op whose result takes its memory."""
+@dataclass(frozen=True)
+class Heirs:
+    """Who takes whose memory.
+
+    Attributes:
+        of: by the number of the instruction that frees a storage, that of the op whose result takes its memory.
+        in_place: the numbers of the batch norms whose result takes the place of their input, which goes with them.
+    """
+
+    of: Mapping[int, int] = field(default_factory=dict)
+    in_place: frozenset[int] = frozenset()
+
+    @classmethod
+    def found_in(cls, program: Program, ledger: Ledger | None = None) -> Heirs:
+        """Those of a program; the ledger, if there is one, must know the workspaces of its ops."""
+        leaving = _leaving(program)
+        in_place = frozenset(_in_place(program, leaving))
+        room = None if ledger is None else _room(ledger)
+        return cls(_matched(program, leaving, in_place, room), in_place)
+
+
+def _matched(
+    program: Program, leaving: set[int], in_place: frozenset[int], room: NDArray[numpy.int64] | None
+) -> dict[int, int]:
     step = program.step
-    leaving = _leaving(program)
-    left: defaultdict[int, list[int]] = defaultdict(list)  # by bytes
+    left: defaultdict[int, list[int]] = defaultdict(list)  # the numbers of what was freed last, by bytes
     found: dict[int, int] = {}
+    stays: set[int] = set()  # storages whose memory has another's data in it when they are freed
     for number, instruction in enumerate(program.instructions):
         match instruction:
+            case Free(storage) if storage in stays:
+                stays.discard(storage)
             case Free(storage) if storage in leaving:
                 left[step.storage[storage].bytes].append(number)
             case Run(index, again):
                 op = rerun_form(step.ops[index]) if again else step.ops[index]
-                made = {step.values[value].storage for value in op.made}
-                made = {storage for storage in made if step.storage[storage].maker == index}
-                if len(made) == 1 and _can_be_told_where(op) and (known := left[step.storage[min(made)].bytes]):
-                    found[known[-1]] = number
+                if number in in_place:
+                    stays.add(_storage_of_input(op, step))
+                elif _can_be_told_where(op, index, step):
+                    num_bytes = step.storage[step.values[op.made[0]].storage].bytes
+                    if (freed := _nearest(left[num_bytes], number, num_bytes, room)) is not None:
+                        left[num_bytes].remove(freed)
+                        found[freed] = number
+                if room is None:
+                    left.clear()
+            case Give(gradient) if room is None and step.addition_bytes[gradient]:
                 left.clear()
-            case Give(gradient) if step.addition_bytes[gradient]:
+            case SendStart() | FetchStart() if room is None:
                 left.clear()
-            case Boundary() | SendStart() | FetchStart():
+            case Boundary():
                 left.clear()
             case _:
                 pass
     return found
+
+
+def _nearest(freed: list[int], number: int, num_bytes: int, room: NDArray[numpy.int64] | None) -> int | None:
+    """The last of these for which there is room until then; it is taken there."""
+    for begin in reversed(freed[-_NUM_TRIED:]):
+        if room is None:
+            return begin
+        between = room[begin:number]
+        if between.min() >= num_bytes:
+            between -= num_bytes
+            return begin
+    return None
+
+
+def _room(ledger: Ledger) -> NDArray[numpy.int64]:
+    """How many bytes can be held besides at each instruction without a higher peak, with gradients or without."""
+    gradients = KINDS.index(Kind.GRADIENT)
+    with_all = numpy.array([entry.total_bytes for entry in ledger.entries], dtype=numpy.int64)
+    without = with_all - numpy.array([entry.bytes[gradients] for entry in ledger.entries], dtype=numpy.int64)
+    return numpy.minimum(with_all.max() - with_all, without.max() - without)
 
 
 def _leaving(program: Program) -> set[int]:
@@ -72,17 +134,51 @@ def _overwritten(op: Op, step: Step) -> list[int]:
     return [step.values[grad.value].storage] if isinstance(grad, Ref) else []
 
 
+def _in_place(program: Program, leaving: set[int]) -> Iterator[int]:
+    """The batch norms of ours that are the last to read their input, whose memory is the step's own."""
+    step = program.step
+    for number, instruction in enumerate(program.instructions):
+        if not isinstance(instruction, Run):
+            continue
+        op = rerun_form(step.ops[instruction.op]) if instruction.again else step.ops[instruction.op]
+        if not _normalises(op) or is_behind_concatenation(op, step):
+            continue
+        storage, made = _storage_of_input(op, step), step.storage[step.values[op.made[0]].storage]
+        is_whole = made.maker == instruction.op and made.bytes == step.storage[storage].bytes
+        if storage in leaving and is_whole and storage in _freed_behind(program, number):
+            yield number
+
+
+def _storage_of_input(op: Op, step: Step) -> int:
+    """Of a batch norm."""
+    return step.values[op.args[0].value].storage
+
+
+def _freed_behind(program: Program, number: int) -> Iterator[int]:
+    for instruction in program.instructions[number + 1 :]:
+        if not isinstance(instruction, Free):
+            return
+        yield instruction.storage
+
+
+def _normalises(op: Op) -> bool:
+    """True of a batch norm of ours by the statistics of the batch, or again by those that it saved."""
+    return op.target == RENORMALISE or (op.stand_in == BATCH_NORM and bool(named_operands(op)["training"]))
+
+
 def _makes_memory(op: Op) -> bool:
     """True if its result is never in the memory of an operand that somebody else still has."""
-    if op.target in _OURS or op.stand_in in (BATCH_NORM, BATCH_NORM_BACKWARD):
-        return True
-    return op.stand_in.startswith((_CONVOLUTION, _GRADIENTS))
+    return op.target in CONVOLUTIONS or op.target in _OURS or op.stand_in in (BATCH_NORM, BATCH_NORM_BACKWARD, *_POOLS)
 
 
-def _can_be_told_where(op: Op) -> bool:
-    """True if a kernel of ours makes the result; products of matrices are torch's."""
+def _can_be_told_where(op: Op, index: int, step: Step) -> bool:
+    """True if a kernel of ours makes its first result; products of matrices are torch's."""
+    if not op.made or op.outputs[0] != op.made[0] or step.storage[step.values[op.made[0]].storage].maker != index:
+        return False
+    if _normalises(op):
+        return not is_behind_concatenation(op, step)
     if op.stand_in in STAND_INS.values():
         return False
     if op.stand_in.startswith(_GRADIENTS):
         return [*named_operands(op)["output_mask"]] == [True, False, False]
-    return op.target in _OURS or op.target == RENORMALISE or op.stand_in.startswith(_CONVOLUTION)
+    return op.target in _OURS or op.stand_in.startswith(_CONVOLUTION)

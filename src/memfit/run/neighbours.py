@@ -125,6 +125,12 @@ def joined(op: Op, following: Op | None, step: Step) -> tuple[Any, ...] | None:
     return vectors, named["momentum"], named["eps"]
 
 
+def is_behind_concatenation(op: Op, step: Step) -> bool:
+    """True of a batch norm that may be made in one pass with what it reads."""
+    maker = step.maker_of.get(op.args[0].value)
+    return maker is not None and step.ops[maker].target == _CAT
+
+
 def _has_channels_first(value: Value) -> bool:
     expected = tuple(math.prod(value.shape[axis + 1 :]) for axis in range(len(value.shape)))
     return value.stride == expected

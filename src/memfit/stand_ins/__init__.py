@@ -23,8 +23,12 @@ from memfit.stand_ins.batch_norm import (
     renormalised,
 )
 from memfit.stand_ins.compiled import LEAST_ELEMENTS, kernels, torchs_own
-from memfit.stand_ins.convolutions import Family, Order, convolve, convolve_backward
+from memfit.stand_ins.convolutions import convolve, convolve_backward
 from memfit.stand_ins.drawing import bernoulli_
+from memfit.stand_ins.matrices import PRODUCTS
+from memfit.stand_ins.matrices import addmm as addmm_in_order
+from memfit.stand_ins.matrices import mm as mm_in_order
+from memfit.stand_ins.orders import Family, Order
 from memfit.stand_ins.pooling import are_apart, avg_pool2d, avg_pool2d_backward, max_pool2d_with_indices
 from memfit.stand_ins.products import SETTINGS, is_product, product, product_backward
 
@@ -32,10 +36,12 @@ __all__ = [
     "CONVOLUTIONS",
     "COUNT_UP",
     "LEAST_ELEMENTS",
+    "PRODUCTS",
     "SETTINGS",
     "STAND_INS",
     "add_",
     "add_all",
+    "addmm",
     "are_apart",
     "avg_pool2d",
     "avg_pool2d_backward",
@@ -52,6 +58,7 @@ __all__ = [
     "is_there",
     "kernels",
     "max_pool2d_with_indices",
+    "mm",
     "native_batch_norm",
     "native_batch_norm_backward",
     "renormalised",
@@ -79,6 +86,8 @@ CONVOLUTIONS = frozenset({"aten.convolution.default", "aten.convolution_backward
 
 convolution = Family(product, convolve)
 convolution_backward = Family(product_backward, convolve_backward)
+mm = Family(torch.ops.aten.mm.default, mm_in_order)
+addmm = Family(torch.ops.aten.addmm.default, addmm_in_order)
 
 _LIBRARY = torch.library.Library("memfit_ops", "FRAGMENT")  # its operators live as long as it does
 _CONVOLUTION = (
@@ -92,6 +101,8 @@ _CONVOLUTION_BACKWARD = (
 _FAMILIES = {
     "convolution": (_CONVOLUTION, convolution),
     "convolution_backward": (_CONVOLUTION_BACKWARD, convolution_backward),
+    "mm": ("(Tensor self, Tensor mat2) -> Tensor", mm),
+    "addmm": ("(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor", addmm),
 }
 _SCHEMAS = (
     # It writes the running statistics, and as torch's does not say so, nor does ours: versions would be counted.
@@ -141,7 +152,7 @@ for _name, (_arguments, _family) in _FAMILIES.items():
 
 @functools.cache
 def define(target: str) -> None:
-    """Register a convolution that adds up in some order: there are more of these than anybody needs."""
+    """Register an operator that adds up in some order: there are more of these than anybody needs."""
     namespace, name, order = target.split(".")
     if namespace == "memfit_ops" and name in _FAMILIES and Order.named(order) is not None:
         arguments, family = _FAMILIES[name]

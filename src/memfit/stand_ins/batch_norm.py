@@ -37,10 +37,12 @@ def native_batch_norm(
     eps: float,
     is_rectified: bool = False,
     made: Normalised | None = None,
+    in_place: bool = False,
 ) -> Normalised:
     """Batch norm by the statistics of the batch; with the ReLU behind it in the same go, where that is asked.
 
-    What was made before, with the concatenation in front of it, is returned as it is.
+    What was made before, with the concatenation in front of it, is returned as it is. In place: the result may take
+    the place of the input, which nobody reads any more.
     """
     if made is not None:
         return made
@@ -48,6 +50,7 @@ def native_batch_norm(
     vectors = (weight, bias, running_mean, running_var)
     is_served = training and _has_maps(input) and (running_mean is None) == (running_var is None)
     if library is None or not is_served or not all(vector is None or is_plain(vector) for vector in vectors):
+        let_go()
         plain: Normalised = torch.ops.aten.native_batch_norm.default(
             input, weight, bias, running_mean, running_var, training, momentum, eps
         )
@@ -55,7 +58,8 @@ def native_batch_norm(
             plain[0].relu_()
         return plain
     num_channels = input.shape[1]
-    out, mean, invstd = torch.empty_like(input), input.new_empty(num_channels), input.new_empty(num_channels)
+    out = input if in_place else new_empty(input.shape, input.stride(), input)
+    mean, invstd = input.new_empty(num_channels), input.new_empty(num_channels)
     run = library.memfit_batch_norm_rows if has_channels_last(input) else library.memfit_batch_norm
     run(_batch_norm(input, vectors, (out, mean, invstd), momentum, eps, is_rectified), num_threads_for(input))
     return out, mean, invstd
@@ -98,6 +102,7 @@ def renormalised(
     mean: torch.Tensor,
     invstd: torch.Tensor,
     is_rectified: bool,
+    in_place: bool = False,
 ) -> torch.Tensor | None:
     """What batch norm made of the input, by the statistics it saved; None if there is no kernel for it."""
     library = compiled.kernels()
@@ -105,7 +110,7 @@ def renormalised(
     if library is None or not _has_maps(input) or not all(v is None or is_plain(v) for v in (*vectors, mean, invstd)):
         let_go()
         return None
-    out = new_empty(input.shape, input.stride(), input)
+    out = input if in_place else new_empty(input.shape, input.stride(), input)
     run = library.memfit_renormalise_rows if has_channels_last(input) else library.memfit_renormalise
     run(_batch_norm(input, vectors, (out, mean, invstd), 0, 0, is_rectified), num_threads_for(input))
     return out

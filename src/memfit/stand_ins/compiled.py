@@ -102,6 +102,15 @@ class ConvolutionWeights(ctypes.Structure):
     )
 
 
+class Product(ctypes.Structure):
+    """`struct product` of native/kernels/kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("one", "other", "bias", "out", "scratch")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_columns", "num_terms", "num_summed", "kind")),
+    )
+
+
 @functools.cache
 def _compiled() -> ctypes.CDLL | None:
     library = native_library(KERNELS)
@@ -120,9 +129,12 @@ def _compiled() -> ctypes.CDLL | None:
             (library.memfit_max_pool, MaxPool),
             (library.memfit_average_pool, AveragePool),
             (library.memfit_average_pool_backward, AveragePool),
+            (library.memfit_multiply, Product),
         ):
             function.argtypes = [ctypes.POINTER(struct), ctypes.c_int]
             function.restype = None
+        library.memfit_multiply_scratch.argtypes = [ctypes.POINTER(Product)]
+        library.memfit_multiply_scratch.restype = ctypes.c_int64
         of_convolutions: tuple[tuple[str, type[ctypes.Structure]], ...] = (
             ("memfit_convolve_points", Convolution),
             ("memfit_convolve_windows", Convolution),

@@ -8,10 +8,7 @@ for, and which one gives oneDNN's bits is found by trying (capture/rewrites/conv
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,36 +17,11 @@ from memfit.left_memory import let_go, new_empty
 from memfit.precision import cpu_is_precise
 from memfit.stand_ins import compiled
 from memfit.stand_ins.compiled import Convolution, ConvolutionWeights, is_plain
+from memfit.stand_ins.orders import Order
 
-_NAME = re.compile(r"sums_of_(\d+)(?:_in_(\d+))?")
 _CHANNELS_TOGETHER = 16  # with windows of three by three, always
 _USUAL_SUMS = (80, 256, 512)  # with windows of one
 _LEAST_POINTS, _MOST_POINTS = 512, 1536  # of a map, that are added up by themselves for the gradient of a weight
-
-
-@dataclass(frozen=True)
-class Order:
-    """In which order products are added up.
-
-    Attributes:
-        num_summed: so many follow each other from zero, and are then added to the sum of those before: channels, or for
-            the gradient of a weight elements of a map. There, with windows of three by three, no sum begins anew.
-        num_parts: for the gradient of a weight, in how many parts samples are added up; else 0.
-    """
-
-    num_summed: int
-    num_parts: int = 0
-
-    @property
-    def name(self) -> str:
-        """What an operator's overload is called that adds up so."""
-        return f"sums_of_{self.num_summed}" + (f"_in_{self.num_parts}" if self.num_parts else "")
-
-    @staticmethod
-    def named(name: str) -> Order | None:
-        """The order of that name, if it is one."""
-        found = _NAME.fullmatch(name)
-        return None if found is None else Order(int(found[1]), int(found[2] or 0))
 
 
 def orders(shape: Sequence[int], num_samples: int, image: Sequence[int], mask: Sequence[bool]) -> Iterator[Order]:
@@ -221,22 +193,3 @@ def _run(kernel: Callable[..., None], num_floats: Callable[..., int], job: Convo
     scratch = torch.empty(num_floats(job, num_threads), dtype=torch.float32)
     job.scratch = scratch.data_ptr()
     kernel(job, num_threads)
-
-
-class Family:
-    """An operator with many stand-ins: called by itself, one for all shapes; its attributes are named after orders."""
-
-    def __init__(self, usual: Callable[..., Any], in_order: Callable[..., Any]) -> None:
-        self._usual = usual
-        self._in_order = in_order
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._usual(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        order = Order.named(name)
-        if order is None:
-            raise AttributeError(f"{name} is no order of sums; those are named like {Order(16).name}.")
-        function = partial(self._in_order, order)
-        setattr(self, name, function)  # it is not asked for a second time
-        return function

@@ -86,5 +86,7 @@ def _same_from_statistics(operands: list[Value | None], eps: Any, seed: int) -> 
     if weight is not None:
         weight.add_(weight.eq(0))  # a zero would hide the input
     out, mean, invstd = torch.ops.aten.native_batch_norm.default(input, weight, bias, None, None, True, 0.1, eps)
-    made, rectified = (operators.renormalise(input, weight, bias, mean, invstd, each) for each in (False, True))
-    return same_bits((out, out.relu()), (made, rectified))
+    vectors = weight, bias, mean, invstd
+    made, rectified = (operators.renormalise(input, *vectors, each) for each in (False, True))
+    in_place = operators.renormalise(input.clone(), *vectors, in_place=True)
+    return same_bits((out, out.relu(), out), (made, rectified, in_place))

@@ -8,7 +8,6 @@ aligned; and it has to be faster, which depends on the shape.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,16 +16,16 @@ import torch
 
 from memfit import stand_ins
 from memfit.capture.ghosts import make_ghost
+from memfit.capture.rewrites import trials
 from memfit.capture.rewrites.proof import Proofs, same_bits
 from memfit.capture.schemas import named_operands
 from memfit.capture.step import Ghost, Op, Ref, Step, Value
-from memfit.stand_ins.convolutions import Order, are_there, has_planes, is_direct, orders
+from memfit.stand_ins.convolutions import are_there, has_planes, is_direct, orders
+from memfit.stand_ins.orders import Order
 from memfit.torch_internals import argument_names, resolve
 
 _TENSORS = ("grad_output", "input", "weight", "bias")
 _NUM_DRAWS = 3
-_NUM_TIMED, _FASTER = 6, 0.97
-_SWEEP_BYTES = 32 << 20
 _MASKS: tuple[list[bool], ...] = ([], [True, False, False], [False, True, False], [False, True, True])
 _FEW_OUT, _FEW_IN = 16, 8  # channels of a weight on which orders are tried
 
@@ -34,12 +33,12 @@ Operands = dict[str, Any]
 
 
 class ConvolutionTrials:
-    """Trials of the convolutions of one step; what they are given is drawn once for all of them."""
+    """Trials of the convolutions of one step."""
 
-    def __init__(self, step: Step, proofs: Proofs) -> None:
+    def __init__(self, step: Step, proofs: Proofs, numbers: trials.Numbers) -> None:
         self._step = step
         self._proofs = proofs
-        self._numbers = torch.empty(0, dtype=torch.float32)
+        self._numbers = numbers
 
     def stand_in_of(self, op: Op) -> str:
         """The name of the stand-in, or nothing."""
@@ -74,29 +73,23 @@ class ConvolutionTrials:
             call = [candidates.call(name, drawn) for drawn in draws]
             pairs = zip(plain[1:], call[1:], strict=True)
             is_same = same_bits(made, call[0]()) and all(same_bits(one(), other()) for one, other in pairs)
-            if is_same and _is_faster(plain[0], call[0]):
+            if is_same and trials.is_faster(plain[0], call[0]):
                 return name
         return ""
 
     def _drawn(self, operands: Operands, seed: int) -> Operands:
         """Numbers for the operands, other ones for each, and elsewhere in memory with each seed."""
         drawn: Operands = {}
-        at = 0
+        number = 0
         for name, arg in operands.items():
             value = self._value(arg)
             if arg is None or isinstance(arg, Ghost):
                 drawn[name] = None if arg is None else make_ghost(arg)
                 continue
             assert isinstance(value, Value)
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride, strict=True))
-            drawn[name] = self._numbers_from(at + 7 * seed, extent).as_strided(value.shape, value.stride)
-            at += 1009
+            drawn[name] = self._numbers.like(value, number, seed)
+            number += 1
         return drawn
-
-    def _numbers_from(self, begin: int, count: int) -> torch.Tensor:
-        if self._numbers.numel() < begin + count:
-            self._numbers = torch.randn(begin + count, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
-        return self._numbers[begin : begin + count]
 
 
 class _Candidates:
@@ -158,19 +151,3 @@ class _Candidates:
 
 def _is_contiguous(value: Value | Ghost) -> bool:
     return isinstance(value, Ghost) or torch.empty_strided(value.shape, value.stride, device="meta").is_contiguous()
-
-
-def _is_faster(plain: Callable[[], Any], made: Callable[[], Any]) -> bool:
-    """True if the second call takes clearly less time than the first; in turn, as a machine may be slow for a while.
-
-    What they work on is out of the cache, as it is in a step.
-    """
-    times_s: tuple[list[float], list[float]] = ([], [])
-    sweep = torch.zeros(_SWEEP_BYTES, dtype=torch.uint8)
-    for _ in range(_NUM_TIMED):
-        for call, taken_s in zip((plain, made), times_s, strict=True):
-            sweep.add_(1)
-            start_s = time.perf_counter()
-            call()
-            taken_s.append(time.perf_counter() - start_s)
-    return min(times_s[1]) <= _FASTER * min(times_s[0])

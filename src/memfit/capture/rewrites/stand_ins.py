@@ -2,7 +2,8 @@
 
 The op stays what it is to everyone who reads the step: only what is called where it runs is another (Op.called). Tests
 are on as much of an operand as makes a difference: channels and planes are computed each by itself, and numbers are
-drawn one after the other, so that a few of them say what all do. Convolutions have a file of their own.
+drawn one after the other, so that a few of them say what all do. Convolutions and products of matrices have files of
+their own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 from memfit import stand_ins
 from memfit.capture.rewrites.convolution_orders import ConvolutionTrials
 from memfit.capture.rewrites.draft import Draft
+from memfit.capture.rewrites.product_orders import ProductTrials
 from memfit.capture.rewrites.proof import Proofs, same_bits, sample
+from memfit.capture.rewrites.trials import Numbers
 from memfit.capture.schemas import named_operands
 from memfit.capture.step import Ghost, Op, Ref, Step, Value
 from memfit.torch_internals import resolve
@@ -35,10 +38,13 @@ Experiment = tuple[tuple[Any, ...], Callable[[int], bool]]
 def let_kernels_stand_in(step: Step, proofs: Proofs) -> Step:
     """Name the stand-in of every op that has one which holds."""
     draft = Draft(step)
-    trials = ConvolutionTrials(step, proofs)
+    numbers = Numbers()
+    convolutions, products = ConvolutionTrials(step, proofs, numbers), ProductTrials(step, proofs, numbers)
     for index, op in enumerate(step.ops):
         if op.target in stand_ins.CONVOLUTIONS:
-            draft.ops[index] = replace(op, stand_in=trials.stand_in_of(op))
+            draft.ops[index] = replace(op, stand_in=convolutions.stand_in_of(op))
+        elif op.target in stand_ins.PRODUCTS:
+            draft.ops[index] = replace(op, stand_in=products.stand_in_of(op))
         elif stand_ins.is_there(op.target):
             is_counting = _counts_up(op, step)
             name = stand_ins.COUNT_UP if is_counting else stand_ins.STAND_INS[op.target]
@@ -73,8 +79,9 @@ def _of_batch_norm(op: Op, step: Step) -> Experiment | None:
         # The running statistics too, the result that leaves a ReLU nothing to do, and that of a map in pieces.
         pieces = input.tensor_split([min(5, input.shape[1])], 1)
         _, joined = stand_ins.cat_and_normalise(pieces, (weight, bias, None, None), *settings[1:], False, False)
-        results = [*plain, *drawn, plain[0].relu(), *plain], [*made, *copies, rectified, *(joined or plain)]
-        return same_bits(*results)
+        in_place = stand_ins.native_batch_norm(input.clone(), weight, bias, None, None, *settings, in_place=True)
+        expected = [*plain, *drawn, plain[0].relu(), *plain, *plain]
+        return same_bits(expected, [*made, *copies, rectified, *(joined or plain), *in_place])
 
     return (*sample.signature, *is_given, *settings), same
 

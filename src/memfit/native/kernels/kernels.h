@@ -91,6 +91,21 @@ struct convolution_weights { /* the gradient of its weight */
     int64_t num_summed; /* with windows of one, products of so many elements are added up by themselves */
 };
 
+/* A product of matrices in rows one after the other, whose result has few rows or whose sums have few terms. */
+enum {
+    PRODUCT_WITH_ROWS, /* other has a row for each column of the result */
+    PRODUCT_WITH_COLUMNS, /* other has a row for each term */
+    PRODUCT_OF_FEW_TERMS /* so has one */
+};
+
+struct product {
+    const float *one, *other, *bias; /* with a number for each column; may be missing */
+    float *out, *scratch;
+    int64_t num_rows, num_columns, num_terms; /* of the result, and of its sums */
+    int64_t num_summed; /* products of so many terms are added up by themselves */
+    int64_t kind;
+};
+
 void memfit_batch_norm(const struct batch_norm *of, int num_threads);
 void memfit_batch_norm_rows(const struct batch_norm *of, int num_threads); /* channels last */
 
@@ -119,6 +134,10 @@ void memfit_convolution_weights(const struct convolution_weights *of, int num_th
 int64_t memfit_convolve_points_scratch(const struct convolution *of, int num_threads);
 int64_t memfit_convolve_windows_scratch(const struct convolution *of, int num_threads);
 int64_t memfit_convolution_weights_scratch(const struct convolution_weights *of, int num_threads);
+
+/* Likewise. The bias is for products with rows only. */
+void memfit_multiply(const struct product *of, int num_threads);
+int64_t memfit_multiply_scratch(const struct product *of);
 
 /* What torch does with the sums of one channel. */
 void memfit_finish_channel(const struct batch_norm *of, int64_t channel, float mean, double squares);
