@@ -17,6 +17,7 @@ import torch
 
 from memfit import stand_ins
 from memfit.capture.rewrites.proof import same_bits
+from memfit.stand_ins import matrices
 from memfit.stand_ins.convolutions import orders
 from memfit.torch_internals import resolve, thread_team
 
@@ -29,6 +30,7 @@ SIZES = (  # of convolutions: samples, channels before and after, height and wid
     (4, 128, 32, 56, 3),
     (8, 64, 64, 56, 3),
 )
+LAYERS = ((16, 25088, 4096), (16, 4096, 4096), (64, 1024, 1024))  # linear: batch, features before and after
 MASKS: dict[str, list[bool]] = {
     "convolution": [],
     "gradient of its input": [True, False, False],
@@ -100,11 +102,38 @@ def cases() -> dict[str, Case]:
             samples, ins, outs, size, window = sizes
             name = f"{what} ({samples}, {ins}, {size}, {size}) to {outs}, {window} x {window}"
             found[name] = ("aten.convolution_backward.default" if mask else "aten.convolution.default", convolution)
+    for layer in LAYERS:
+        found |= products(*layer)
     return found
 
 
+def products(batch: int, num_in: int, num_out: int) -> dict[str, Case]:
+    """What a linear layer is made of."""
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns)
+
+    name = f"({batch}, {num_in}) to {num_out}"
+    return {
+        f"linear layer {name}": (
+            "aten.addmm.default",
+            lambda: (torch.randn(num_out), matrix(batch, num_in), matrix(num_out, num_in).t()),
+        ),
+        f"gradient of its input {name}": (
+            "aten.mm.default",
+            lambda: (matrix(batch, num_out), matrix(num_out, num_in)),
+        ),
+        f"gradient of its weight {name}": (
+            "aten.mm.default",
+            lambda: (matrix(batch, num_out).t(), matrix(batch, num_in)),
+        ),
+    }
+
+
 def stand_in_of(target: str, operands: tuple[Any, ...]) -> str:
-    """Its name; of a convolution, that which adds up in torch's order, or else the product of matrices."""
+    """Its name; of a convolution or a product, that which adds up in torch's order, or else a convolution's product."""
+    if target in stand_ins.PRODUCTS:
+        return stand_in_of_product(target, operands)
     usual = stand_ins.STAND_INS[target]
     if target in stand_ins.CONVOLUTIONS:
         mask = operands[-1] if "backward" in target else []
@@ -115,6 +144,19 @@ def stand_in_of(target: str, operands: tuple[Any, ...]) -> str:
             if same_bits(made, resolve(name)(*operands)):
                 return name
     return usual
+
+
+def stand_in_of_product(target: str, operands: tuple[Any, ...]) -> str:
+    """torch's own, if our kernel adds up in no order that gives its bits."""
+    one, other = operands[-2:]
+    kind = matrices.kind_of((one.shape, one.stride()), (other.shape, other.stride()))
+    assert kind is not None
+    made = resolve(target)(*operands)
+    for order in matrices.orders(kind, len(other)):
+        name = f"memfit_ops.{target.split('.')[1]}.{order.name}"
+        if same_bits(made, resolve(name)(*operands)):
+            return name
+    return target
 
 
 def measure(target: str, operands: tuple[object, ...]) -> dict[str, object]:
