@@ -23,7 +23,9 @@ PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default"})
 """What a product stands in for."""
 
 _MOST = 64  # rows of the result, or terms of a sum
-_LEAST_LARGE = 1 << 16  # elements of the large matrix: a smaller one is read in no time
+LEAST_LARGE = 1 << 16
+"""Elements of the large matrix: a smaller one is read in no time."""
+
 _USUAL_SUMS = (192, 384)
 _ALL_SUMS = range(64, 1025, 16)
 
@@ -59,7 +61,7 @@ def kind_of(one: Layout, other: Layout) -> Kind | None:
         kind = Kind.OF_FEW_TERMS
     else:
         return None
-    return kind if num_large[kind] >= _LEAST_LARGE else None
+    return kind if num_large[kind] >= LEAST_LARGE else None
 
 
 def orders(kind: Kind, num_terms: int) -> Iterator[Order]:

@@ -6,9 +6,10 @@ places in memory, with numbers that are zero, or so small that their products ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,12 +19,14 @@ from memfit.capture.rewrites.proof import Proofs, same_bits
 from memfit.capture.schemas import named_operands
 from memfit.capture.step import Op, Ref, Step, Value
 from memfit.stand_ins.convolutions import are_there
-from memfit.stand_ins.matrices import Kind, kind_of, orders
+from memfit.stand_ins.matrices import LEAST_LARGE, Kind, kind_of, orders
 from memfit.stand_ins.orders import Order
 from memfit.torch_internals import resolve
 
 _NUM_DRAWS = 3
 _FEW = 16  # columns on which orders are tried
+_MOST_AT_ONCE, _LEAST_ROWS = 1 << 22, 64  # elements of a result, and rows
+_SMALL = (0.0, -0.0, 1e-30, -1e-30)
 
 Drawn = list[torch.Tensor]
 
@@ -54,29 +57,34 @@ class ProductTrials:
         return self._proofs.found("stand-ins", signature, lambda: self._search(op.target, kind, values))
 
     def _search(self, target: str, kind: Kind, values: list[Value]) -> str:
-        draws = [self._drawn(values, seed) for seed in range(_NUM_DRAWS)]
-        plain = [partial(resolve(target), *drawn) for drawn in draws]
-        made = plain[0]()
-        order = next((o for o in orders(kind, values[-1].shape[0]) if _fits(kind, o, draws[0], made)), None)
+        """No more is held than the step itself will: of a large result one, and never one beside a large operand."""
+        try:
+            return self._found(target, kind, values)
+        finally:
+            self._numbers.forget()
+
+    def _found(self, target: str, kind: Kind, values: list[Value]) -> str:
+        drawn = self._drawn(values, 0)
+        made = resolve(target)(*drawn)
+        order = next((o for o in orders(kind, values[-1].shape[0]) if _fits(kind, o, drawn, made)), None)
         if order is None:
             return ""
-        name = f"memfit_ops.{target.split('.')[1]}.{order.name}"
-        call = [partial(resolve(name), *drawn) for drawn in draws]
-        return name if _are_same(plain, call) and trials.is_faster(plain[0], call[0]) else ""
+        del made
+        overload = target.split(".")[1]
+        name = f"memfit_ops.{overload}.{order.name}"
+        for seed in range(_NUM_DRAWS):
+            drawn = self._drawn(values, seed)
+            with contextlib.ExitStack() as stack:
+                if seed:
+                    for number, each in enumerate(drawn):
+                        stack.enter_context(_next_to_zero(each, 5 * number + seed))
+                if not _are_same(kind, overload, order, drawn, resolve(target)(*drawn)):
+                    return ""
+        plain, call = (partial(resolve(each), *drawn) for each in (target, name))
+        return name if trials.is_faster(plain, call) else ""
 
     def _drawn(self, values: list[Value], seed: int) -> Drawn:
-        """Numbers; but for the first draw some rows and columns are zero, or next to it."""
-        drawn = [self._numbers.like(value, number, seed) for number, value in enumerate(values)]
-        if seed == 0:
-            return drawn
-        changed = []
-        for number, each in enumerate(drawn):
-            copy = torch.empty_strided(each.shape, each.stride()).copy_(each)
-            for axis in range(copy.dim()):
-                for first, small in enumerate((0.0, -0.0, 1e-30, -1e-30)):
-                    copy.movedim(axis, 0)[first + 3 * number :: 11 + seed] = small
-            changed.append(copy)
-        return changed
+        return [self._numbers.like(value, number, seed) for number, value in enumerate(values)]
 
 
 def _is_served(value: Value) -> bool:
@@ -88,12 +96,36 @@ def _fits(kind: Kind, order: Order, drawn: Drawn, made: torch.Tensor) -> bool:
     *bias, one, other = drawn
     if kind is Kind.OF_FEW_TERMS:
         return True  # there is but one
-    few = other[:, :_FEW]
+    count = max(_FEW, -(-LEAST_LARGE // len(other)))  # of fewer there is no kernel
+    few = other[:, :count]
     few = few.t().contiguous().t() if kind is Kind.WITH_ROWS else few.contiguous()
     family = stand_ins.addmm if bias else stand_ins.mm
-    found: torch.Tensor = getattr(family, order.name)(*(each[:_FEW] for each in bias), one, few)
-    return torch.equal(found, made[:, :_FEW])
+    found: torch.Tensor = getattr(family, order.name)(*(each[:count] for each in bias), one, few)
+    return torch.equal(found, made[:, :count])
 
 
-def _are_same(plain: Sequence[Callable[[], Any]], call: Sequence[Callable[[], Any]]) -> bool:
-    return all(same_bits(one(), other()) for one, other in zip(plain, call, strict=True))
+def _are_same(kind: Kind, overload: str, order: Order, drawn: Drawn, plain: torch.Tensor) -> bool:
+    """True if the kernel makes the same bits; of a large result it makes some rows at a time."""
+    run = getattr(stand_ins.addmm if overload == "addmm" else stand_ins.mm, order.name)
+    if kind is not Kind.OF_FEW_TERMS:
+        return same_bits(run(*drawn), plain)
+    one, other = drawn
+    count = max(1, len(plain) // max(_LEAST_ROWS, _MOST_AT_ONCE // len(plain[0])))
+    parts = zip(one.t().tensor_split(count, dim=1), plain.tensor_split(count), strict=True)
+    return all(same_bits(run(part.contiguous().t(), other), expected) for part, expected in parts)
+
+
+@contextlib.contextmanager
+def _next_to_zero(values: torch.Tensor, first: int) -> Iterator[None]:
+    """Some rows and columns are zeros for a while, or so small that their products are."""
+    places = [
+        values.select(axis, (first + 7 * k) % values.shape[axis]) for axis in range(values.dim()) for k in range(4)
+    ]
+    before = [place.clone() for place in places]
+    for place, small in zip(places, itertools.cycle(_SMALL)):
+        place.fill_(small)
+    try:
+        yield
+    finally:
+        for place, numbers in zip(reversed(places), reversed(before), strict=True):
+            place.copy_(numbers)

@@ -28,6 +28,10 @@ class Numbers:
             self._drawn = torch.randn(count, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
         return self._drawn[begin:count].as_strided(value.shape, value.stride)
 
+    def forget(self) -> None:
+        """Hold none, until some are asked for again."""
+        self._drawn = self._drawn.new_empty(0)
+
 
 def is_faster(plain: Callable[[], Any], made: Callable[[], Any]) -> bool:
     """True if the second call takes clearly less time than the first; in turn, as a machine may be slow for a while.
