@@ -37,7 +37,6 @@ from memfit.capture.ghosts import make_ghost
 from memfit.capture.rerun_form import RENORMALISE, rerun_form
 from memfit.capture.step import Ghost, Op, Opaque, Ref, Step
 from memfit.left_memory import taking
-from memfit.plan.ledger import Ledger
 from memfit.plan.program import (
     Boundary,
     FetchStart,
@@ -94,13 +93,9 @@ def generate(
     opaque: tuple[Any, ...] = (),
     *,
     tiers: Mapping[str, Tier] | None = None,
-    ledger: Ledger | None = None,
     observed: bool = False,
 ) -> Code:
-    """Write the program as Python and compile it.
-
-    With a ledger that knows the workspaces of its ops, memory may be left to others for longer (heirs.py).
-    """
+    """Write the program as Python and compile it."""
     step = program.step
     slices = tuple(slices_of(program))
     total = len(program.instructions)
@@ -119,7 +114,7 @@ def generate(
         "tiers": tiers or {},
     }
     names |= {f"opaque_{index}": thing for index, thing in enumerate(opaque)}
-    writer = _Writer(step, plan, names, Heirs() if observed else Heirs.found_in(program, ledger), observed)
+    writer = _Writer(step, plan, names, Heirs() if observed else Heirs.found_in(program), observed)
     lines = writer.forward(forward)
     for index, part in enumerate(slices):
         lines += ["", *writer.backward(index, part, program.boundary)]

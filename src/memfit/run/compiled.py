@@ -39,7 +39,6 @@ class Compiled:
         path: str,
         *,
         tiers: Mapping[str, Tier] | None = None,
-        ledger: Ledger | None = None,
     ) -> None:
         self.capture = capture
         self.program = program
@@ -47,7 +46,7 @@ class Compiled:
         self.path = path
         self._recapture = recapture
         self._lock = threading.Lock()
-        self.code: Code = generate(program, capture.opaque, tiers=tiers, ledger=ledger)
+        self.code: Code = generate(program, capture.opaque, tiers=tiers)
         self._tiers = tiers
         self.observe: Callable[[list[Any]], Observer | None] = lambda sources: None
         self.watch: Callable[[], StepWatch | None] = lambda: None

@@ -296,14 +296,7 @@ class Fitted:
         self._reserve(program)
         made: list[Compiled] = []
         compiled = Compiled(
-            replace(captured, step=program.step),
-            program,
-            recapture_for(made),
-            devices,
-            self._path,
-            tiers=TIERS,
-            # Without costs it knows of no workspaces.
-            ledger=planned.simulated.ledger if options.asks_costs else None,
+            replace(captured, step=program.step), program, recapture_for(made), devices, self._path, tiers=TIERS
         )
         made.append(compiled)
         compiled.planned = planned

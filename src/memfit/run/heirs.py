@@ -1,8 +1,8 @@
-"""Which results are made in the memory of what was freed before, or of what they are made from.
+"""Which results are made in the memory of what was freed just before, or of what they are made from.
 
-What was freed may be left for a while where the ledger has room for it: at no instruction is more held than the plan
-holds at its peak, be that counted with gradients or without. Where workspaces are not known, nothing may run or come to
-be in between, not even a sum of gradients.
+Nothing may come to be in between, not even a sum of gradients: so a step holds no more than without. To leave memory
+for longer, as long as a plan has room for it, was tried and dropped: malloc's heap has gaps, and a step in which there
+is room nowhere needs more than its plan says.
 
 Only results that kernels of ours make can be told where to be, and only what was certainly made for itself leaves its
 memory: not what a caller has, a tier is busy with, or a batch norm's backward may have overwritten with its result.
@@ -14,22 +14,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-import numpy
-from numpy.typing import NDArray
-
 from memfit.capture.rerun_form import RENORMALISE, rerun_form
 from memfit.capture.schemas import named_operands
-from memfit.capture.step import Kind, Op, Ref, Step
-from memfit.plan.ledger import KINDS, Ledger
+from memfit.capture.step import Op, Ref, Step
 from memfit.plan.program import Boundary, FetchStart, Free, Give, Program, Run, SendStart
-from memfit.run.neighbours import BATCH_NORM, BATCH_NORM_BACKWARD, is_behind_concatenation
-from memfit.stand_ins import CONVOLUTIONS, STAND_INS
+from memfit.run.neighbours import BATCH_NORM, BATCH_NORM_BACKWARD, GATE, RELU, is_behind_concatenation
+from memfit.stand_ins import CONVOLUTIONS, COUNT_UP, STAND_INS
 
 LEAST_BYTES = 1 << 20
 """Less is memory that malloc keeps."""
-
-_NUM_TRIED = 8
-"""Of what was freed and has as many bytes: what was freed longer ago has seldom had room all the time since."""
 
 _CONVOLUTION, _GRADIENTS = "memfit_ops.convolution.", "memfit_ops.convolution_backward."
 _OURS = frozenset({"memfit.decode", "memfit.max_pool_backward"})
@@ -49,19 +42,16 @@ class Heirs:
     in_place: frozenset[int] = frozenset()
 
     @classmethod
-    def found_in(cls, program: Program, ledger: Ledger | None = None) -> Heirs:
-        """Those of a program; the ledger, if there is one, must know the workspaces of its ops."""
+    def found_in(cls, program: Program) -> Heirs:
+        """Those of a program."""
         leaving = _leaving(program)
         in_place = frozenset(_in_place(program, leaving))
-        room = None if ledger is None else _room(ledger)
-        return cls(_matched(program, leaving, in_place, room), in_place)
+        return cls(_matched(program, leaving, in_place), in_place)
 
 
-def _matched(
-    program: Program, leaving: set[int], in_place: frozenset[int], room: NDArray[numpy.int64] | None
-) -> dict[int, int]:
+def _matched(program: Program, leaving: set[int], in_place: frozenset[int]) -> dict[int, int]:
     step = program.step
-    left: defaultdict[int, list[int]] = defaultdict(list)  # the numbers of what was freed last, by bytes
+    left: defaultdict[int, list[int]] = defaultdict(list)  # by bytes
     found: dict[int, int] = {}
     stays: set[int] = set()  # storages whose memory has another's data in it when they are freed
     for number, instruction in enumerate(program.instructions):
@@ -72,44 +62,22 @@ def _matched(
                 left[step.storage[storage].bytes].append(number)
             case Run(index, again):
                 op = rerun_form(step.ops[index]) if again else step.ops[index]
+                if _makes_nothing(op):
+                    continue
                 if number in in_place:
                     stays.add(_storage_of_input(op, step))
                 elif _can_be_told_where(op, index, step):
                     num_bytes = step.storage[step.values[op.made[0]].storage].bytes
-                    if (freed := _nearest(left[num_bytes], number, num_bytes, room)) is not None:
-                        left[num_bytes].remove(freed)
-                        found[freed] = number
-                if room is None:
-                    left.clear()
-            case Give(gradient) if room is None and step.addition_bytes[gradient]:
+                    if freed := left[num_bytes]:
+                        found[freed[-1]] = number
                 left.clear()
-            case SendStart() | FetchStart() if room is None:
+            case Give(gradient) if step.addition_bytes[gradient]:
                 left.clear()
-            case Boundary():
+            case Boundary() | SendStart() | FetchStart():
                 left.clear()
             case _:
                 pass
     return found
-
-
-def _nearest(freed: list[int], number: int, num_bytes: int, room: NDArray[numpy.int64] | None) -> int | None:
-    """The last of these for which there is room until then; it is taken there."""
-    for begin in reversed(freed[-_NUM_TRIED:]):
-        if room is None:
-            return begin
-        between = room[begin:number]
-        if between.min() >= num_bytes:
-            between -= num_bytes
-            return begin
-    return None
-
-
-def _room(ledger: Ledger) -> NDArray[numpy.int64]:
-    """How many bytes can be held besides at each instruction without a higher peak, with gradients or without."""
-    gradients = KINDS.index(Kind.GRADIENT)
-    with_all = numpy.array([entry.total_bytes for entry in ledger.entries], dtype=numpy.int64)
-    without = with_all - numpy.array([entry.bytes[gradients] for entry in ledger.entries], dtype=numpy.int64)
-    return numpy.minimum(with_all.max() - with_all, without.max() - without)
 
 
 def _leaving(program: Program) -> set[int]:
@@ -159,6 +127,11 @@ def _freed_behind(program: Program, number: int) -> Iterator[int]:
         if not isinstance(instruction, Free):
             return
         yield instruction.storage
+
+
+def _makes_nothing(op: Op) -> bool:
+    """True of what writes over what is there, and has no need of room for itself."""
+    return op.stand_in == COUNT_UP or op.target in (RELU, GATE)
 
 
 def _normalises(op: Op) -> bool:

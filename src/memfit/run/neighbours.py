@@ -28,14 +28,14 @@ BATCH_NORM_BACKWARD = STAND_INS["aten.native_batch_norm_backward.default"]
 _ADDITION = STAND_INS["aten.add_.Tensor"]
 _CAT = "aten.cat.default"
 _SLICE = "aten.slice.Tensor"
-_RELU, _GATE = "aten.relu_.default", "aten.threshold_backward.grad_input"
+RELU, GATE = "aten.relu_.default", "aten.threshold_backward.grad_input"
 
 
 def is_rectified(op: Op, following: Op | None) -> bool:
     """True if the op is a batch norm of ours, and the following one a ReLU of its result, in place."""
     if following is None or (op.stand_in != BATCH_NORM and op.target != RENORMALISE):
         return False
-    return following.target == _RELU and following.args == (Ref(op.made[0]),)
+    return following.target == RELU and following.args == (Ref(op.made[0]),)
 
 
 def normalised_behind(op: Op, following: Op | None, freed: Collection[int], step: Step) -> tuple[Ref, ...] | None:
@@ -44,7 +44,7 @@ def normalised_behind(op: Op, following: Op | None, freed: Collection[int], step
     These are its input, weight, mean and deviation. `freed` are the storages that go with that batch norm: what it
     makes takes the place of the gradient, which must be one of them and have as many bytes.
     """
-    if op.target != _GATE or following is None or following.stand_in != BATCH_NORM_BACKWARD:
+    if op.target != GATE or following is None or following.stand_in != BATCH_NORM_BACKWARD:
         return None
     named = named_operands(following)
     others = tuple(named[name] for name in ("input", "weight", "save_mean", "save_invstd"))
