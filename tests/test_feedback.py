@@ -18,9 +18,10 @@ from memfit.cost.costs import Costs, OpCost
 from memfit.cost.price_cache import PriceCache
 from memfit.cost.profile import measure
 from memfit.cost.signature import signature
+from memfit.plan.program import FetchStart, FetchWait, Program, Run
 from memfit.resident import CannotMeasure, require_linux
 from memfit.run import feedback
-from memfit.run.observe import LedgerBroken, LiveBytes
+from memfit.run.observe import LedgerBroken, LiveBytes, Transients
 
 _FIGURES: dict[str, float] = {}
 """What the first test found out about this machine: measuring that again would take most of the time of the others."""
@@ -180,9 +181,6 @@ def test_what_an_op_holds_is_seen_from_outside() -> None:
         require_linux()
     except CannotMeasure:
         pytest.skip("growth cannot be read here")
-    from memfit.plan.program import Program, Run
-    from memfit.run.observe import Transients
-
     model = nn.Linear(4, 4)
     step = memfit.capture(model, (torch.randn(2, 4),))
     told: dict[int, int] = {}
@@ -194,6 +192,27 @@ def test_what_an_op_holds_is_seen_from_outside() -> None:
     watch(1, {})
     assert 60 << 20 <= told[0] <= 80 << 20
     assert told[1] < 8 << 20
+
+
+def test_what_a_tier_brings_back_is_not_blamed_on_the_op_beside_it() -> None:
+    """Its pages come from another thread, while whatever op runs."""
+    try:
+        require_linux()
+    except CannotMeasure:
+        pytest.skip("growth cannot be read here")
+    num_bytes = 64 << 20
+    step = memfit.capture(nn.Linear(4, 4), (torch.empty(num_bytes // 16, 4),))
+    storage = next(known.id for known in step.storages if known.bytes == num_bytes and known.maker is not None)
+    told: dict[int, int] = {}
+    program = Program(step, (FetchStart(storage, "disk"), Run(0), FetchWait(storage), Run(1)))
+    watch = Transients(program, told.__setitem__)
+    for number in range(4):
+        with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+            if isinstance(program.instructions[number], Run):
+                pages[:: mmap.PAGESIZE] = b"x" * (num_bytes // mmap.PAGESIZE)
+            watch(number, {})
+    assert told[0] < 16 << 20, "the op ran beside it"
+    assert told[1] > 48 << 20, "this one runs when all is there: what comes now is its own"
 
 
 def test_holding_on_to_a_tensor_breaks_the_ledger_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from memfit.capture.step import Kind, Origin
 from memfit.errors import MemfitError
 from memfit.plan.ledger import KINDS, Ledger
-from memfit.plan.program import Free, Give, Program, Run
+from memfit.plan.program import FetchStart, FetchWait, Free, Give, Program, Run
 from memfit.resident import high_water_bytes, reset_high_water, resident_bytes, trim
 from memfit.torch_internals import StorageWatch
 
@@ -93,8 +93,8 @@ class Transients:
     """An observer that reads how far the resident set rises: in the step, and above operands and results in each op.
 
     What malloc holds in reserve is given back before each op, so it is the step's own growth. Where malloc
-    keeps some all the same (in the middle of a page), that is resident already: what is found of an op can be too
-    little, never too much.
+    keeps some all the same (in the middle of a page), that is resident already, and what a tier is bringing back
+    is counted as if all of it came in each op: what is found of an op can be too little, never too much.
 
     Attributes:
         growth_bytes: the most that was resident above what was there when it was made.
@@ -105,6 +105,7 @@ class Transients:
         self._tell = tell
         self.growth_bytes = 0
         self._untouched: set[int] = set()
+        self._arriving: dict[int, int] = {}
         trim()
         reset_high_water()
         self._begin_bytes = self._before_bytes = resident_bytes()
@@ -121,7 +122,13 @@ class Transients:
             written = self._untouched & set(op.writes)
             fresh += sum(self._program.step.storage_bytes[storage] for storage in written)
             self._untouched -= written
-            self._tell(instruction.op, high_bytes - self._before_bytes - fresh)
+            # Pages of what is on its way come while any op runs, and are not its doing.
+            arriving = sum(self._arriving.values())
+            self._tell(instruction.op, high_bytes - self._before_bytes - fresh - arriving)
+        elif isinstance(instruction, FetchStart):
+            self._arriving[instruction.storage] = self._program.step.storage_bytes[instruction.storage]
+        elif isinstance(instruction, FetchWait):
+            self._arriving.pop(instruction.storage, None)
         following = self._program.instructions[number + 1 : number + 2]
         if any(isinstance(instruction, Run) for instruction in following):  # before an op: giving back takes time
             self.go_on()
