@@ -2,7 +2,7 @@
 
 Each takes two steps before it is the other's turn, and only the second counts. In training a step comes behind one of
 its own kind. Behind one of another kind it may take longer, since it finds other memory: on vgg16_bn auto's steps took
-up to a tenth longer behind inductor's, for as many fresh pages, and inductor's no longer behind auto's.
+longer behind inductor's, for as many fresh pages, and inductor's no longer behind auto's.
 """
 
 from __future__ import annotations
