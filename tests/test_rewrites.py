@@ -14,7 +14,7 @@ from equivalence import assert_same_as_eager
 from torch import nn
 
 import memfit
-from memfit.capture.rewrites import NAMES, rewrite
+from memfit.capture.rewrites import NAMES, proof, rewrite
 from memfit.capture.rewrites.proof import AssumedProofs, Proofs, same_bits
 from memfit.capture.step import Ghost, Step
 from memfit.errors import BadOption
@@ -152,6 +152,32 @@ def test_outcomes_are_others_where_libraries_are_told_otherwise(
     assert not Proofs(file).holds("reinplace", ("a",), lambda: False)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     assert Proofs(file).holds("reinplace", ("a",), lambda: False)
+
+
+def test_outcomes_are_of_one_model_of_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that can do the same may be given other kernels, by vendor."""
+    file = tmp_path / "selftests.json"
+    assert Proofs(file).holds("reinplace", ("a",), lambda: True)
+    monkeypatch.setattr(proof, "cpu_name", lambda: "another")
+    assert not Proofs(file).holds("reinplace", ("a",), lambda: False)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), MemoryError()]
+)
+def test_for_want_of_memory_nothing_is_tested_and_nothing_is_kept(tmp_path: Path, error: Exception) -> None:
+    file = tmp_path / "selftests.json"
+    tried: list[int] = []
+
+    def ends() -> bool:
+        tried.append(1)
+        raise error
+
+    here = Proofs(file)
+    assert not here.holds("reinplace", ("a",), ends)
+    assert not here.holds("reinplace", ("a",), ends) and len(tried) == 1, "once in a process"
+    assert here.holds("reinplace", ("b",), lambda: True)
+    assert Proofs(file).holds("reinplace", ("a",), lambda: True), "another one may have room for it"
 
 
 def test_what_a_search_found_is_remembered_too(tmp_path: Path) -> None:

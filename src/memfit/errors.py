@@ -1,4 +1,4 @@
-"""Every error memfit raises on purpose."""
+"""Every error memfit raises on purpose, and how to tell one that it does not."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ class DoesNotFit(MemfitError):
 
 class BudgetExceeded(MemfitError):
     """A step that was measured to need more than the budget, of a model fitted with strict=True."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if memory ran out: Python's, that of torch's allocator for CPUs, or an accelerator's."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import platform
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +66,16 @@ def cpu_settings() -> CpuSettings:
     return CpuSettings(
         torch.get_num_threads(), onednn.enabled, is_deterministic, onednn.deterministic, float32_precisions()
     )
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The model of the CPU: libraries choose kernels by vendor, too."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def library_settings() -> tuple[str, ...]:

@@ -52,6 +52,11 @@ _LOOKS_AT_DATA = frozenset(
     }
 )
 _LIFT = "aten.lift_fresh.default"
+TAKEN_NAMES = re.compile(
+    r"S|I|P|made|float|torch|aten|ops|memfit|operators|stand_ins|alias|as_captured|taking|tiers|forward"
+    r"|_\d+|(ghost|opaque|back|backward)_\d+|away_\w+"
+)
+"""What generated code (run/codegen.py) calls things of its own: a buffer of that name would stand in their place."""
 
 
 class Recorder(TorchDispatchMode):
@@ -365,9 +370,10 @@ class Recorder(TorchDispatchMode):
         return value.id
 
     def _fresh_name(self, name: str) -> str:
-        """A Python identifier that no other value has."""
+        """A Python identifier that no other value has, nor anything else in generated code."""
         name = re.sub(r"\W", "_", name)
-        name = f"v_{name}" if keyword.iskeyword(name) or not name.isidentifier() else name
+        if keyword.iskeyword(name) or not name.isidentifier() or TAKEN_NAMES.fullmatch(name):
+            name = f"v_{name}"
         fresh = name
         while fresh in self._names:
             self._names[name] += 1

@@ -19,7 +19,7 @@ from memfit.cache import cache_folder
 from memfit.capture.step import Step
 from memfit.capture.step_json import WrongStep, step_from_lists, step_to_lists
 from memfit.json_folder import JsonFolder, sources_digest
-from memfit.precision import cpu_settings, library_settings
+from memfit.precision import cpu_name, cpu_settings, library_settings
 
 MAX_FILES, MAX_BYTES = 64, 128 << 20
 _SOURCES = ("capture", "zoo", "report/step_module.py", "cli/target.py", "torch_internals.py", "operators.py")
@@ -64,6 +64,7 @@ def step_key(network: str, options: dict[str, Any]) -> dict[str, Any]:
         "settings": [
             str(torch.get_default_dtype()),
             torch.backends.cpu.get_cpu_capability(),
+            cpu_name(),
             repr(cpu_settings()),
             list(library_settings()),
             torch.backends.cuda.flash_sdp_enabled(),

@@ -6,12 +6,10 @@ moves the new file into place whole, so that nobody reads half of one.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,7 +20,7 @@ import torch
 from memfit.cache import cache_folder
 from memfit.cost.costs import OpCost
 from memfit.json_folder import sources_digest
-from memfit.precision import cpu_settings, library_settings
+from memfit.precision import cpu_name, cpu_settings, library_settings
 
 log = logging.getLogger("memfit")
 
@@ -129,16 +127,8 @@ def machine() -> list[Any]:
     return [
         torch.__version__,
         torch.backends.cpu.get_cpu_capability(),
-        _cpu_name(),
+        cpu_name(),
         repr(cpu_settings()),
         list(library_settings()),
         sources_digest("operators.py", "stand_ins", "codecs", "native/codecs", "native/kernels", "native/team"),
     ]
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

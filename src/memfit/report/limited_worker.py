@@ -21,13 +21,12 @@ from torch import nn
 from memfit import zoo
 from memfit.api import fit
 from memfit.codecs import dense
-from memfit.errors import MemfitError
+from memfit.errors import MemfitError, is_out_of_memory
 from memfit.plan.decisions import Keep, Recompute, to_text, untimed
 from memfit.plan.planner import Planned
 from memfit.report.step_module import loss_of
 from memfit.resident import CannotMeasure, high_water_bytes, reset_high_water, resident_bytes
 
-_OUT_OF_MEMORY = "can't allocate memory"  # what torch's CPU allocator says
 _LEARNING_RATE = 0.01
 
 
@@ -57,9 +56,8 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
     try:
         _train(request, found, before_data, before_resident)
     except (RuntimeError, MemoryError, MemfitError) as error:
-        text = str(error)
-        found["error"] = " ".join(text.split()) or type(error).__name__
-        found["is_out_of_memory"] = isinstance(error, MemoryError) or _OUT_OF_MEMORY in text
+        found["error"] = " ".join(str(error).split()) or type(error).__name__
+        found["is_out_of_memory"] = is_out_of_memory(error)
     return found
 
 

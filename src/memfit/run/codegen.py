@@ -234,6 +234,9 @@ class _Writer:
                         is_in_place = number in self.heirs.in_place or overwrites_gradient(form, freed, self.step)
                         more += ["in_place=True"] * is_in_place
                     self._run(number, index, form, more)
+                    if op is ahead:
+                        self._line("del made")
+                        ahead = None
                 case Free(storage):
                     self._leave(number, storage)
                     self._free(storage)

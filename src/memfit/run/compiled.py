@@ -22,6 +22,7 @@ from memfit.plan.program import FetchStart, Program, Run
 from memfit.run.codegen import Code, Observer, away_name, generate
 from memfit.run.feedback import Feedback
 from memfit.run.nodes import Call, Handover, Slice, StepWatch, attach
+from memfit.run.shared_memory import SharedMemory
 from memfit.run.sources import find_sources
 from memfit.tiers.tier import Tier
 from memfit.torch_internals import autocast_state, below_autograd, no_autocast
@@ -83,6 +84,7 @@ class Compiled:
         self._shared_outputs = [i for i, v in enumerate(step.outputs) if looks_at[step.values[v].storage] > 1]
         self._bind_handovers(index_of)
         self._tangent_names = [None if v is None else names[v] for v in step.tangents]
+        self._shared_memory = SharedMemory(self.program, self.path)
 
     def _bind_handovers(self, index_of: dict[int, int]) -> None:
         """Which link hands over what, and which chains of links stand behind which output."""
@@ -118,6 +120,7 @@ class Compiled:
 
     def __call__(self, model: nn.Module, sources: list[Any]) -> Any:
         """Run the forward half; the result carries the chain that runs the backward half."""
+        self._shared_memory.refuse(sources)
         values: dict[str, Any] = {}
         code, observer, watch = self.code, self.observe(sources), self.watch()
         if observer is not None:

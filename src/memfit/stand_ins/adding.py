@@ -50,3 +50,4 @@ def add_all(into: Sequence[torch.Tensor], what: Sequence[torch.Tensor]) -> None:
     num_elements = sum(one.numel() for one in into)
     num_threads = torch.get_num_threads() if num_elements >= LEAST_SHARED else 1
     library.memfit_add_all(additions, len(pairs), num_threads)
+    torch.autograd.graph.increment_version(into)

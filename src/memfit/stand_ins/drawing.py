@@ -28,4 +28,5 @@ def bernoulli_(self: torch.Tensor, p: float = 0.5, *, generator: torch.Generator
         else:
             library.memfit_bernoulli(state.data_ptr(), self.data_ptr(), self.numel(), math.ceil(p * 2.0**53))
             source.set_state(state)
+            torch.autograd.graph.increment_version(self)
     return self

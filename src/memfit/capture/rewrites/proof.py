@@ -20,8 +20,9 @@ import torch
 
 from memfit.cache import cache_folder
 from memfit.capture.step import Value
+from memfit.errors import is_out_of_memory
 from memfit.json_folder import sources_digest
-from memfit.precision import cpu_settings, library_settings
+from memfit.precision import cpu_name, cpu_settings, library_settings
 
 log = logging.getLogger("memfit")
 
@@ -33,6 +34,7 @@ class Proofs:
         self._file = file
         self._lock = threading.Lock()
         self._known: dict[str, bool | str] = {}
+        self._refused_for_now: set[str] = set()
         self._loaded = False
 
     def holds(self, rewrite: str, signature: Any, experiment: Callable[[], bool]) -> bool:
@@ -47,8 +49,18 @@ class Proofs:
         key = self._key(rewrite, signature)
         with self._lock:
             self._load()
+            if key in self._refused_for_now:
+                return False
             if key not in self._known:
-                self._known[key] = self._try(rewrite, signature, experiment)
+                try:
+                    self._known[key] = self._try(rewrite, signature, experiment)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    # That says nothing about the two forms, and the next process may have more memory.
+                    log.info("rewrite %s is not tested for %s, for want of memory: %s", rewrite, signature, error)
+                    self._refused_for_now.add(key)
+                    return False
                 self._save()
             return self._known[key]
 
@@ -57,6 +69,8 @@ class Proofs:
             with torch.no_grad():
                 outcome = experiment()
         except (RuntimeError, TypeError) as error:  # the other form does not take these arguments
+            if is_out_of_memory(error):
+                raise
             log.info("rewrite %s refused by its self-test for %s: %s", rewrite, signature, error)
             return False
         if not outcome:
@@ -69,9 +83,10 @@ class Proofs:
         machine = (
             torch.__version__,
             torch.backends.cpu.get_cpu_capability(),
+            cpu_name(),
             cpu_settings(),
             library_settings(),
-            sources_digest("operators.py", "stand_ins", "native/kernels"),
+            sources_digest("operators.py", "stand_ins", "native", "capture/rewrites"),
         )
         return hashlib.sha256(repr((rewrite, signature, machine)).encode()).hexdigest()[:24]
 

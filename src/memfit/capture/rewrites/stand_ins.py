@@ -68,9 +68,9 @@ def _of_batch_norm(op: Op, step: Step) -> Experiment | None:
     settings: tuple[bool, float, float] = (named["training"], named["momentum"], named["eps"])
 
     def same(seed: int) -> bool:
-        generator = torch.Generator().manual_seed(seed)
-        input = sample.draw(generator).mul_(3).add_(1)
-        drawn = [torch.rand(input.shape[1], generator=generator).add_(0.5) if given else None for given in is_given]
+        drawing = _drawing(seed)
+        input = sample.draw(drawing).mul_(3).add_(1)
+        drawn = [torch.rand(input.shape[1], **drawing).add_(0.5) if given else None for given in is_given]
         copies = [None if vector is None else vector.clone() for vector in drawn]
         plain = resolve(op.target)(input, *drawn, *settings)
         made = resolve(stand_ins.STAND_INS[op.target])(input, *copies, *settings)
@@ -96,9 +96,9 @@ def _of_batch_norm_backward(op: Op, step: Step) -> Experiment | None:
     settings = (named["train"], named["eps"], named["output_mask"])
 
     def same(seed: int) -> bool:
-        generator = torch.Generator().manual_seed(seed)
-        grad, input = (sample.draw(generator) for sample in samples if sample is not None)
-        weight, mean, invstd = (torch.rand(input.shape[1], generator=generator).add_(0.5) for _ in vectors)
+        drawing = _drawing(seed)
+        grad, input = (sample.draw(drawing) for sample in samples if sample is not None)
+        weight, mean, invstd = (torch.rand(input.shape[1], **drawing).add_(0.5) for _ in vectors)
         operands = (input.mul_(3).add_(1), weight, None, None, mean, invstd, *settings)
         calls = [resolve(target) for target in (op.target, stand_ins.STAND_INS[op.target])]
         # And behind a ReLU, whose backward does it in the same go.
@@ -124,8 +124,8 @@ class _Sampler:
         # How rows are added up depends on how many threads there are.
         return (*self.shape, torch.get_num_threads() if self.has_rows else 0)
 
-    def draw(self, generator: torch.Generator) -> torch.Tensor:
-        made = torch.randn(self.shape, generator=generator)
+    def draw(self, drawing: dict[str, Any]) -> torch.Tensor:
+        made = torch.randn(self.shape, **drawing)
         return made.movedim(-1, 1) if self.has_rows else made
 
 
@@ -160,8 +160,9 @@ def _of_addition(op: Op, step: Step) -> Experiment | None:
 
     def same(seed: int) -> bool:
         into, what = (sample(value, seed=seed + number) for number, value in enumerate((one, other)))
-        copy = torch.empty_strided(one.shape, one.stride).copy_(into)
-        return same_bits(resolve(op.target)(into, what), resolve(stand_ins.STAND_INS[op.target])(copy, what))
+        copy = torch.empty_strided(one.shape, one.stride, dtype=torch.float32).copy_(into)
+        made = resolve(op.target)(into, what), stand_ins.add_(copy, what)
+        return same_bits(*made) and into._version == copy._version
 
     return (one.shape, one.stride, other.stride), same
 
@@ -192,14 +193,15 @@ def _of_drawing(op: Op, step: Step) -> Experiment | None:
     probability = named["p"]
 
     def same(seed: int) -> bool:
-        results = []
-        for target in (op.target, stand_ins.STAND_INS[op.target]):
+        results, versions = [], set()
+        for draw in (resolve(op.target), stand_ins.bernoulli_):
             generator = torch.Generator().manual_seed(seed)
             for _ in range(seed):  # from an odd place in its state too
                 torch.empty(1, dtype=torch.int32).random_(generator=generator)
-            drawn = resolve(target)(torch.empty(_NUM_NUMBERS), probability, generator=generator)
+            drawn = draw(torch.empty(_NUM_NUMBERS, dtype=torch.float32), probability, generator=generator)
             results.append((drawn, generator.get_state()))
-        return same_bits(*results)
+            versions.add(drawn._version)
+        return same_bits(*results) and len(versions) == 1
 
     return (probability,), same
 
@@ -229,11 +231,16 @@ def _of_pooling_backward(op: Op, step: Step) -> Experiment | None:
     shapes = [(*planes, *each.shape[2:]) for each in (grad, maps)]
 
     def same(seed: int) -> bool:
-        sample, like = _numbers_and_others(shapes[0], seed), torch.empty(shapes[1])
+        sample, like = _numbers_and_others(shapes[0], seed), torch.empty(shapes[1], dtype=torch.float32)
         calls = (resolve(target) for target in (op.target, stand_ins.STAND_INS[op.target]))
         return same_bits(*(call(sample, like, **named) for call in calls))
 
     return (*shapes[1], repr(sorted(named.items()))), same
+
+
+def _drawing(seed: int) -> dict[str, Any]:
+    """How to draw numbers of the one dtype that kernels serve, whatever the default is."""
+    return {"dtype": torch.float32, "generator": torch.Generator().manual_seed(seed)}
 
 
 def _maps(arg: Any, step: Step, least: int = 1) -> Value | Ghost | None:
@@ -254,11 +261,11 @@ def _num_planes(maps: Value | Ghost) -> tuple[int, int]:
 
 def _numbers_and_others(shape: Sequence[int], seed: int) -> torch.Tensor:
     """Numbers, in the first sample many that are equal, of which the first is the maximum; zeros of either sign."""
-    generator = torch.Generator().manual_seed(seed)
-    sample = torch.randn(shape, generator=generator)
+    drawing = _drawing(seed)
+    sample = torch.randn(shape, **drawing)
     sample[0].relu_()
     for special in (float("nan"), float("inf"), -0.0):
-        sample[torch.rand(shape, generator=generator) < 0.01] = special
+        sample[torch.rand(shape, **drawing) < 0.01] = special
     return sample
 
 

@@ -21,8 +21,11 @@ class Numbers:
         self._drawn = torch.empty(0, dtype=torch.float32)
 
     def like(self, value: Value, number: int, seed: int) -> torch.Tensor:
-        """A tensor of that layout: other numbers for each operand, and elsewhere in memory with each seed."""
-        begin = 1009 * number + 7 * seed
+        """A tensor of that layout: other numbers for each operand, and elsewhere in memory with each seed.
+
+        With the first all begin where lines of the cache do, as tensors in a step do.
+        """
+        begin = 1024 * number + 7 * seed
         count = begin + 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride, strict=True))
         if self._drawn.numel() < count:
             self._drawn = torch.randn(count, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
