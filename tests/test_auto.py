@@ -23,8 +23,8 @@ from memfit.cost.devices import device
 from memfit.cost.roofline import roofline
 from memfit.cost.signature import signature
 from memfit.errors import DoesNotFit
+from memfit.plan import budget as budget_file
 from memfit.plan import keep_timeline as keep_timeline_file
-from memfit.plan import planner as planner_file
 from memfit.plan.auto.board import Allowance, Board
 from memfit.plan.auto.coded import CodedStep
 from memfit.plan.auto.planner import Mix, MixPlanner
@@ -424,8 +424,8 @@ def test_the_proof_says_what_there_must_be_room_for_beside_any_plan(monkeypatch:
     budget = Budget.parse(3 * TENSOR)
     alone = plan_step(step, costs, policy="auto", budget=budget).certificate
     assert alone.endswith(" bytes") and "beside" not in alone
-    monkeypatch.setattr(planner_file, "_LEAST_WITH_HEADROOM", 0)
-    monkeypatch.setattr(planner_file, "_HEADROOM_BYTES", 1000)
+    monkeypatch.setattr(budget_file, "_LEAST_WITH_HEADROOM", 0)
+    monkeypatch.setattr(budget_file, "_HEADROOM_BYTES", 1000)
     set_aside_bytes = 1000 + 3 * TENSOR // 200
     found = plan_step(step, costs, policy="auto", budget=budget, headroom=True).certificate
     assert found == f"{alone}, beside {set_aside_bytes:,} bytes set aside for what a process holds besides tensors"

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import torch
 
 from memfit import zoo
 from memfit.cli import main as cli
+from memfit.cli import run as run_file
 from memfit.cli.main import main
 from memfit.cli.screen import mebibytes, seconds
+from memfit.plan.options import Options
+from memfit.report.comparison import Comparison, compare_network
 
 NETWORK = """
 import torch
@@ -165,6 +169,27 @@ def test_run(run_json: Run) -> None:
     for name in ("peak_bytes", "eager_peak_bytes", "activation_peak_bytes", "eager_activation_peak_bytes"):
         assert found[name] >= 0, name
     assert {"peak_ratio", "activation_peak_ratio"} <= found.keys()
+
+
+@pytest.mark.parametrize("excess_bytes", [0, 1])
+def test_run_says_whether_the_step_was_within_its_budget(
+    excess_bytes: int, run_json: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def within(network: str, *, options: Options, **others: Any) -> Comparison:
+        found = compare_network(network, **others)
+        assert found.within_budget is None and options.budget is not None
+        return replace(found, budget_bytes=found.needed_bytes - excess_bytes)
+
+    monkeypatch.setattr(run_file, "compare_network", within)
+    argv = ("run", "cli_networks:make", "--steps", "1", "--threads", "1", "--budget", "1GiB")
+    code, found, _ = run_json(*argv)
+    assert code == excess_bytes and found["exact"] is True
+    assert found["within_budget"] is (not excess_bytes)
+    assert found["needed_bytes"] == found["base_bytes"] + found["peak_bytes"] == found["budget_bytes"] + excess_bytes
+    assert main(list(argv)) == excess_bytes
+    said = capsys.readouterr().out.splitlines()
+    expected = "ABOVE THE BUDGET: the step needed " if excess_bytes else "within the budget: the step needed "
+    assert any(line.startswith(expected) and "parameters, gradients and inputs included" in line for line in said)
 
 
 def test_does_not_fit(run_json: Run) -> None:

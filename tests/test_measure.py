@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,20 @@ def test_gradients_count_in_the_first_micro_batch(folder: Path, monkeypatch: pyt
     assert found.accumulating_peak_bytes == pytest.approx(64 * MIB, rel=0.05)
     # Without gradients next to nothing is left.
     assert found.activation_peak_bytes < 2 * MIB
+
+
+@linux_only
+def test_a_budget_is_held_against_what_the_process_grew_by(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    found = compare_network("measured_networks:outer", steps=2, options=Options(budget=Budget.parse("160MiB")))
+    assert found.exact and found.budget_bytes == 160 * MIB and found.within_budget is True
+    # Two parameters of 16 KiB and the scale are there before the step; budgets count them.
+    assert found.base_bytes == 2 * 4 * 4096 + 4
+    assert found.needed_bytes == found.base_bytes + found.peak_bytes > 127 * MIB
+    assert replace(found, budget_bytes=found.needed_bytes).within_budget is True
+    above = replace(found, budget_bytes=found.needed_bytes - 1)
+    assert above.within_budget is False and above.to_dict()["within_budget"] is False
+    assert replace(found, budget_bytes=None).within_budget is None
 
 
 @linux_only

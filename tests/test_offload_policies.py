@@ -25,7 +25,7 @@ from memfit.cost.costs import Costs, Link
 from memfit.cost.devices import device
 from memfit.cost.roofline import roofline
 from memfit.errors import DoesNotFit, MemfitError
-from memfit.plan.budget import Budget
+from memfit.plan.budget import Budget, with_headroom
 from memfit.plan.check import check
 from memfit.plan.decisions import Decision, Moments, Offload
 from memfit.plan.lower import lower
@@ -283,7 +283,9 @@ def test_a_budget_below_the_floor_names_the_floor_and_its_op(policy: Policy) -> 
     costs = titan(step)
     with pytest.raises(DoesNotFit, match=r"policy 'offload-.*' needs .* bytes.*at aten\..*Give a budget of") as caught:
         runnable_plan(step, costs, policy=policy.name, budget=Budget(share=0.01))
-    floor = int(str(caught.value).split("at least ")[1].split(" bytes")[0].replace(",", ""))
+    floor = plan_step(step, costs, policy=policy.name, budget=Budget(share=0.01)).peak_bytes
+    assert f"Give a budget of at least {with_headroom(floor):,} bytes" in str(caught.value)
+    assert runnable_plan(step, costs, policy=policy.name, budget=Budget(with_headroom(floor))).fits
     assert plan_step(step, costs, policy=policy.name, budget=Budget(floor)).fits
     assert not plan_step(step, costs, policy=policy.name, budget=Budget(floor - 1)).fits
 

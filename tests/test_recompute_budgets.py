@@ -12,7 +12,7 @@ from memfit.cost.costs import Costs
 from memfit.cost.devices import device
 from memfit.cost.roofline import roofline
 from memfit.errors import DoesNotFit
-from memfit.plan.budget import Budget
+from memfit.plan.budget import Budget, with_headroom
 from memfit.plan.check import check
 from memfit.plan.checkpointing.pool import Entry, Pool
 from memfit.plan.checkpointing.storage_graph import StorageGraph
@@ -108,7 +108,9 @@ def test_a_budget_below_the_floor_names_the_floor_and_its_op(policy: str) -> Non
     costs = titan(step)
     with pytest.raises(DoesNotFit, match=r"policy '.*' needs .* bytes.*at aten\..*Give a budget of at least") as caught:
         runnable_plan(step, costs, policy=policy, budget=Budget(share=0.01))
-    floor = int(str(caught.value).split("at least ")[1].split(" bytes")[0].replace(",", ""))
+    floor = plan_step(step, costs, policy=policy, budget=Budget(share=0.01)).peak_bytes
+    assert f"Give a budget of at least {with_headroom(floor):,} bytes" in str(caught.value)
+    assert runnable_plan(step, costs, policy=policy, budget=Budget(with_headroom(floor))).fits
     assert plan_step(step, costs, policy=policy, budget=Budget(floor)).fits
     assert not plan_step(step, costs, policy=policy, budget=Budget(floor - 1)).fits
 

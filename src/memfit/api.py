@@ -39,7 +39,8 @@ def fit(
         model: any nn.Module.
         budget: the most bytes the step may need, all included: an int, or "6GiB"; or "60%" of what the keep plan's
             activations need, on top of what no plan can change. None: no limit. With a budget, the ops of the step are
-            measured at its first capture (workspaces count); what is measured is kept on disk.
+            measured at its first capture (workspaces count); what is measured is kept on disk. The optimizer's state is
+            not the step's: leave room for it (`memfit plan --optimizer adam` says how much it is).
         policy: what to do with the tensors the backward pass needs. "keep" holds them all, and is what is done without
             a budget; with one, "auto" chooses for each tensor what costs least time.
         format: in what "gist-lossy" stores values: "fp16" (its default), "bf16", "fp10", "fp8", "int8" or "int4"; or

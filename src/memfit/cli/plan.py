@@ -129,7 +129,7 @@ def summary(planned: Planned, target: Target, pricing: Pricing, optimizer: str) 
     }
     if not planned.fits:
         found |= {
-            "smallest_budget_bytes": planned.peak_bytes,
+            "smallest_budget_bytes": planned.smallest_budget_bytes,
             "obstacle": planned.obstacle,
             "certificate": planned.certificate or None,
             "error": planned.misfit,

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code 0 if exact (of a lossy policy all but the gradients), 1 if not, 2 if the budget is too small."""
+    """Exit code 0 if exact (of a lossy policy all but the gradients) and within the budget, 1 if not, 2 if none is."""
     options = fit_options(arguments)
     with num_threads(arguments.threads):
         found = compare_network(
@@ -40,8 +40,9 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         print_comparison(found, screen)
         screen.line()
         screen.line(str(found.verdict))
+        print_budget(found, screen)
         print_losses(found, screen)
-    return 0 if found.verdict.holds else 1
+    return 0 if found.verdict.holds and found.within_budget is not False else 1
 
 
 def print_comparison(found: Comparison, screen: Screen) -> None:
@@ -78,6 +79,16 @@ def print_comparison(found: Comparison, screen: Screen) -> None:
         ],
         right=("eager", "memfit", "ratio"),
     )
+
+
+def print_budget(found: Comparison, screen: Screen) -> None:
+    """Whether the step was within its budget, if it had one."""
+    if found.budget_bytes is None:
+        return
+    needed = f"needed {mebibytes(found.needed_bytes)} of a budget of {mebibytes(found.budget_bytes)}"
+    included = f"parameters, gradients and inputs included ({mebibytes(found.base_bytes)} were there before it)"
+    what = "within the budget" if found.within_budget else "ABOVE THE BUDGET"
+    screen.line(f"{what}: the step {needed}, {included}")
 
 
 def print_losses(found: Comparison, screen: Screen) -> None:

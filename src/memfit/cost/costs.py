@@ -130,6 +130,17 @@ class Costs:
     densities: Mapping[int, float] = field(default_factory=dict)
     unforeseen: frozenset[int] = frozenset()
 
+    def extended_by(self, others: Costs) -> Costs:
+        """These prices, and another list's of ops that have none here, or one that is only estimated."""
+        known = {key: cost for key, cost in self.by_signature.items() if not cost.is_estimated}
+        ways = {key: ways for key, ways in self.algorithms.items() if key in known}
+        return replace(
+            self,
+            by_signature={**others.by_signature, **known},
+            algorithms={**others.algorithms, **ways},
+            notes=others.notes,
+        )
+
     def of(self, step: Step) -> tuple[OpCost, ...]:
         """The cost of each op of the step, in order."""
         return tuple(self._of(step, index, op) for index, op in enumerate(step.ops))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from memfit.capture.step import Step
 from memfit.collector import collector_paused
 from memfit.cost.costs import PS_PER_S, Costs
 from memfit.errors import DoesNotFit
-from memfit.plan.budget import Budget, optimizer_bytes
+from memfit.plan.budget import Budget, headroom_bytes, optimizer_bytes, with_headroom
 from memfit.plan.check import check
 from memfit.plan.decisions import Decision, Decisions, Offload
 from memfit.plan.encode import refuse_lossy
@@ -25,10 +26,6 @@ from memfit.plan.policies.registry import policy_named, require_permission
 from memfit.plan.program import Program
 from memfit.plan.progress import Listener, listening
 from memfit.plan.simulate import Timeline, simulate
-
-# Pages that are used in part, and Python's own objects: 0.1 to 3.5 % beyond the ledger, where we measured.
-_HEADROOM_BYTES, _HEADROOM_SHARE = 2 << 20, 200
-_LEAST_WITH_HEADROOM = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,7 @@ class Planned:
         peak_bytes, average_bytes: all included; the average is over time.
         parts: what the peak is made of, in bytes by name.
         plan_s: how long planning took.
+        has_headroom: the policy was to leave a little of the budget, for what a process holds besides tensors.
     """
 
     policy: str
@@ -66,6 +64,7 @@ class Planned:
     note: str = ""
     bound_s: float | None = None
     certificate: str = ""
+    has_headroom: bool = False
 
     @property
     def program(self) -> Program:
@@ -131,14 +130,23 @@ class Planned:
         return (
             f"policy '{self.policy}' needs {self.peak_bytes:,} bytes, the budget is {self.budget_bytes:,}{share}. "
             f"{proof}The peak is {self.obstacle}. "
-            f"Give a budget of at least {self.peak_bytes:,} bytes{self._share_needed}, or a smaller batch"
+            f"Give a budget of at least {self.smallest_budget_bytes:,} bytes{self._share_needed}, or a smaller batch"
         )
+
+    @property
+    def smallest_budget_bytes(self) -> int:
+        """What this plan needs, and what would be set aside of so much room."""
+        if not self.has_headroom:
+            return self.peak_bytes
+        return with_headroom(self.peak_bytes - self.optimizer_bytes) + self.optimizer_bytes
 
     @property
     def _share_needed(self) -> str:
         if self.keep_activation_bytes <= 0:
             return ""
-        return f" ({max(self.peak_bytes - self.fixed_bytes, 0) / self.keep_activation_bytes:.1%})"
+        # Rounded up: given as it stands here, it must do.
+        share = max(self.smallest_budget_bytes - self.fixed_bytes, 0) / self.keep_activation_bytes
+        return f" ({math.ceil(1000 * share) / 10}%)"
 
 
 def whole_certificate(certificate: str, *, state_bytes: int, headroom_bytes: int = 0) -> str:
@@ -196,10 +204,10 @@ def plan_step(
         )
     # Programs know nothing of the optimizer's state: it is there, whatever they do.
     room = None if budget_bytes is None else max(budget_bytes - state_bytes, 0)
-    headroom_bytes = 0
-    if headroom and room is not None and room >= _LEAST_WITH_HEADROOM:
-        headroom_bytes = _HEADROOM_BYTES + room // _HEADROOM_SHARE
-        room -= headroom_bytes
+    set_aside_bytes = 0
+    if headroom and room is not None:
+        set_aside_bytes = headroom_bytes(room)
+        room -= set_aside_bytes
     note, certificate, bound_ps = "", "", None
     if decisions is not None:
         decisions = _for_this_step(step, decisions)
@@ -210,7 +218,7 @@ def plan_step(
             decided = Decided(decided, costs)
         decisions, costs, note = decided.decisions, decided.costs, decided.note
         bound_ps = decided.bound_ps
-        certificate = whole_certificate(decided.certificate, state_bytes=state_bytes, headroom_bytes=headroom_bytes)
+        certificate = whole_certificate(decided.certificate, state_bytes=state_bytes, headroom_bytes=set_aside_bytes)
         if decided.step is not None:
             step = decided.step
         if decided.room_bytes is not None:
@@ -246,6 +254,7 @@ def plan_step(
         note=note,
         bound_s=None if bound_ps is None else bound_ps / PS_PER_S,
         certificate=certificate,
+        has_headroom=headroom,
     )
 
 

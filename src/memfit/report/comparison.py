@@ -42,6 +42,7 @@ class Comparison:
     what the plan says: `ledger_peak_bytes` with parameters and inputs, `ledger_growth_bytes` without. The predicted
     ones, if asked for, are those of the simulator at measured costs: growth with workspaces, seconds. `num_fallbacks`
     counts the tensors, over all steps taken here, that did not fit into their codes and were kept as they were.
+    `budget_bytes` is the budget, if there was one, and `base_bytes` what is there before the step, which it counts too.
     """
 
     network: str
@@ -66,12 +67,24 @@ class Comparison:
     torch: str
     lossy: tuple[LossyTensor, ...] = ()
     num_fallbacks: int = 0
+    base_bytes: int = 0
+    budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     predicted_step_s: float | None = None
 
     @property
     def exact(self) -> bool:
         return self.verdict.exact
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a budget has to have room for: what was there before, and by how much the process grew."""
+        return self.base_bytes + self.peak_bytes
+
+    @property
+    def within_budget(self) -> bool | None:
+        """None if there was no budget."""
+        return None if self.budget_bytes is None else self.needed_bytes <= self.budget_bytes
 
     @property
     def peak_ratio(self) -> float:
@@ -102,6 +115,8 @@ class Comparison:
         return {
             "exact": self.exact,
             **found,
+            "needed_bytes": self.needed_bytes,
+            "within_budget": self.within_budget,
             "peak_ratio": self.peak_ratio,
             "accumulating_peak_ratio": self.accumulating_peak_ratio,
             "activation_peak_ratio": self.activation_peak_ratio,
@@ -152,7 +167,8 @@ def compare_network(
     num_fallbacks = dense.num_fallbacks() - fallbacks_before
     assert fitted.fitted is not None
     ledger = fitted.fitted.ledger
-    lossy = tuple(lossy_tensors(fitted.fitted.planned))
+    planned = fitted.fitted.planned
+    lossy = tuple(lossy_tensors(planned))
     program = fitted.fitted.newest.program
     # The children need the memory more than we do.
     eager.forget()
@@ -191,6 +207,8 @@ def compare_network(
         torch=torch.__version__,
         lossy=lossy,
         num_fallbacks=num_fallbacks,
+        base_bytes=ledger.base_bytes,
+        budget_bytes=None if options.budget is None else planned.budget_bytes,
         predicted_peak_bytes=None if timeline is None else timeline.ledger.growth_bytes,
         predicted_step_s=None if timeline is None else timeline.step_s,
     )

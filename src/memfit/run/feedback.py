@@ -43,6 +43,7 @@ _NUM_STEPS = 3  # the first grows the process, the others are timed
 NUM_WATCHED = _NUM_STEPS + 1
 """Steps that are not like all others: those, and one that may be observed op by op."""
 _MAX_BEGUN = 4 * _NUM_STEPS  # calls whose backward never comes, or comes late, must not be watched for ever
+_MAX_GIVEN_UP = 3
 _TOLERANCE, _SLACK_BYTES = 0.05, 8 << 20
 _FASTER, _LEAST_STEP_S = 0.6, 0.05
 """A step of some length that takes less than that share of its ops' prices: these are of a busy machine."""
@@ -156,6 +157,7 @@ class Feedback:
         self._reading: _Stopwatch | None = None
         self._observation: _Observation | None = None
         self._corrections: dict[int, Correction] = {}
+        self._num_given_up = 0
 
     @property
     def is_settled(self) -> bool:
@@ -178,7 +180,7 @@ class Feedback:
                 return self._observation
             self._observation.num_waited += 1
             if self._observation.num_waited > _MAX_BEGUN:  # its backward will not come
-                self._observation = None
+                self._give_up_observing()
         if self._is_done:
             return None
         self._num_begun += 1
@@ -189,6 +191,18 @@ class Feedback:
             self._reading = watch
             watch.can_do_without = not self._strict
         return watch
+
+    def _give_up_observing(self) -> None:
+        """Have another step observed instead, a few times at most."""
+        self._observation = None
+        self._num_given_up += 1
+        self.wants_observation = self._num_given_up < _MAX_GIVEN_UP
+        if not self.wants_observation:
+            log.warning(
+                "%s may need more than was planned, and no step that was looked at closely came to its end: call "
+                "backward() on the loss of every training step, or under torch.no_grad() what needs none",
+                self.path,
+            )
 
     def observe(self, sources: list[Any]) -> Observer | None:
         """An observer for one step, if its workspaces are in doubt."""
@@ -253,10 +267,9 @@ class Feedback:
         """Hold the first reading against the plan and the budget: is there reason to look closer?"""
         ledger = self.timeline.ledger
         unforeseen_bytes = grown_bytes - ledger.growth_bytes
-        if unforeseen_bytes <= _SLACK_BYTES:  # libraries set themselves up in a process's first steps
-            return
-        is_over = self._is_over_budget(grown_bytes)
-        if is_over or unforeseen_bytes > ledger.growth_bytes * _TOLERANCE:
+        # Libraries set themselves up in a process's first steps: a little is no reason, unless it is beyond the budget.
+        is_over = unforeseen_bytes > _NOISE_BYTES and self._is_over_budget(grown_bytes)
+        if is_over or unforeseen_bytes > max(_SLACK_BYTES, ledger.growth_bytes * _TOLERANCE):
             self.wants_observation = True
             log.info(
                 "%s grew by %.1f MiB, the plan said %.1f. The next step is observed op by op",

@@ -241,7 +241,7 @@ class Fitted:
             looked = look_at(step, sources, opaque=captured.opaque, devices=devices)
             costs = replace(costs, densities=looked.densities, unforeseen=looked.unforeseen)
         if like is None:
-            planned, costs = self._plan_or_tighten(step, costs)
+            planned, costs = self._plan_or_tighten(step, costs, options.budget)
         else:
             assert like.planned is not None
             planned = runnable_plan(
@@ -255,22 +255,20 @@ class Fitted:
             )
         return self._make(captured, recapture_for, devices, Revision(planned, costs))
 
-    def _plan_or_tighten(self, step: Step, costs: Costs) -> tuple[Planned, Costs]:
+    def _plan_or_tighten(self, step: Step, costs: Costs, budget: Budget | None) -> tuple[Planned, Costs]:
         """A plan that fits, and its costs; where there is none, ops that hold less are measured and planned with too.
 
         They are seldom needed, and measuring them takes time.
         """
-        options = self.options
         try:
-            return self._plan(step, costs, options.budget), costs
+            return self._plan(step, costs, budget), costs
         except DoesNotFit:
-            tight = tighten(step) if policy_named(options.policy).asks_ways else step
-            if tight is step:
+            tight = tighten(step) if policy_named(self.options.policy).asks_ways else step
+            if tight is step or costs.covers(tight):
                 raise
         log.info("nothing fits yet: measuring ops of %s that hold less", self._path)
-        found = measure(step, cap_s=options.measure_s, ways=True, also=[tight])
-        costs = replace(found, densities=costs.densities, unforeseen=costs.unforeseen)
-        return self._plan(step, costs, options.budget), costs
+        costs = costs.extended_by(measure(step, cap_s=self.options.measure_s, ways=True, also=[tight]))
+        return self._plan(step, costs, budget), costs
 
     def _plan(self, step: Step, costs: Costs, budget: Budget | None) -> Planned:
         """A plan that fits the budget, from disk if one is there."""
@@ -354,11 +352,12 @@ class Fitted:
         """Plan within the budget once more, knowing what the excess tells; None if that gives no other plan."""
         before = revision.planned
 
-        def plan_within(costs: Costs, num_bytes: int) -> Planned:
+        def plan_within(costs: Costs, num_bytes: int) -> tuple[Planned, Costs]:
             # In bytes, also where the budget is a share: of what the keep plan needed by the first costs.
-            planned = self._plan(before.keep.program.step, costs, Budget(num_bytes=num_bytes))
+            budget = Budget(num_bytes=num_bytes)
+            planned, costs = self._plan_or_tighten(before.keep.program.step, costs, budget)
             self._reserve(planned.program)
-            return replace(planned, budget=before.budget, budget_bytes=before.budget_bytes)
+            return replace(planned, budget=before.budget, budget_bytes=before.budget_bytes), costs
 
         revised = revise(revision, excess, self._path, plan_within=plan_within)
         return None if revised is None else self._make(captured, recapture_for, devices, revised)

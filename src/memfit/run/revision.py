@@ -16,8 +16,11 @@ log = logging.getLogger("memfit")
 MAX_REVISIONS = 3
 """How often a call is planned again. The first plan to come knows the ops to blame, those after it have less room."""
 
-PlanWithin = Callable[[Costs, int], Planned]
-"""Plans the call by these costs within that many bytes; raises an error of ours if that cannot be."""
+_MOST_NAMED = 3
+
+PlanWithin = Callable[[Costs, int], tuple[Planned, Costs]]
+"""Plans the call by these costs within that many bytes, and says by which costs after all: ops that hold less may have
+been priced for it. Raises an error of ours if that cannot be."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def revise(revision: Revision, excess: Excess, path: str, *, plan_within: PlanWi
         if any(costs is tried and cut_bytes >= least for tried, least in in_vain):
             continue  # in less room it fits even less
         try:
-            planned = plan_within(costs, max(excess.budget_bytes - cut_bytes, 1))
+            planned, used = plan_within(costs, max(excess.budget_bytes - cut_bytes, 1))
         except MemfitError as error:  # nothing fits, or a tier has no room
             why = str(error)
             in_vain.append((costs, cut_bytes))
@@ -85,7 +88,7 @@ def revise(revision: Revision, excess: Excess, path: str, *, plan_within: PlanWi
         if planned.program.instructions == revision.planned.program.instructions:
             why = why or "the plan would be the same again"
             continue
-        found = Revision(planned, costs, cut_bytes, revision.num_before + 1)
+        found = Revision(planned, used, cut_bytes, revision.num_before + 1)
         log.warning("%s: %s. %s", path, excess, _what_was_done(revision, found, excess.corrections))
         return found
     log.warning("%s: %s. No other plan was found: %s. The step goes on as it is. %s", path, excess, why, ADVICE)
@@ -101,17 +104,27 @@ ADVICE = (
 def raise_excess(excess: Excess, path: str) -> None:
     """Raise what strict=True asks for."""
     raise BudgetExceeded(
-        f"{path}: {excess}. Give a budget of at least {excess.measured_bytes:,} bytes or a smaller batch, or leave out "
-        "strict=True: then the ops to blame are looked for, and the step is planned again with what is found"
+        f"{path}: {excess}{_blamed(excess.corrections)}. Give a budget of at least {excess.measured_bytes:,} bytes or "
+        "a smaller batch, or leave out strict=True: then the step is planned again with what was found"
     )
+
+
+def _blamed(corrections: tuple[Correction, ...]) -> str:
+    """The ops that held more than their prices say, those that held most first."""
+    if not corrections:
+        return ". No op held more than was foreseen"
+    largest = sorted(corrections, key=lambda each: -each.workspace_bytes)
+    held = (f"{c.target} in '{c.path or '(root)'}' {c.workspace_bytes:,} bytes" for c in largest[:_MOST_NAMED])
+    more = f" and {len(largest) - _MOST_NAMED} more" if len(largest) > _MOST_NAMED else ""
+    return f". Besides operands and results, more than foreseen was held by {', '.join(held)}{more}"
 
 
 def _what_was_done(before: Revision, after: Revision, corrections: tuple[Correction, ...]) -> str:
     parts = []
-    if after.costs is not before.costs:
-        shown = [str(c) for c in corrections if _has_changed(before.costs.by_signature, after.costs.by_signature, c)]
-        more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
-        parts.append(f"Workspaces were corrected: {', '.join(shown[:3])}{more}")
+    shown = [str(c) for c in corrections if _has_changed(before.costs.by_signature, after.costs.by_signature, c)]
+    if shown:
+        more = f" and {len(shown) - _MOST_NAMED} more" if len(shown) > _MOST_NAMED else ""
+        parts.append(f"Workspaces were corrected: {', '.join(shown[:_MOST_NAMED])}{more}")
     if after.cut_bytes > before.cut_bytes:
         cause = "This was not enough" if parts else "No op's workspace explains it"
         parts.append(f"{cause}, so the plan is given {after.cut_bytes:,} bytes less than the budget")
