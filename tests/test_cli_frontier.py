@@ -11,13 +11,24 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from torch import nn
 
+import memfit
+from memfit.capture.rewrites import rewrite
+from memfit.capture.rewrites.proof import AssumedProofs
+from memfit.capture.rewrites.tight import tighten
 from memfit.cli.frontier import rates
 from memfit.cli.main import main
 from memfit.cli.target import Pricing
 from memfit.cost.costs import Costs, Link
+from memfit.cost.devices import device
+from memfit.cost.roofline import roofline
+from memfit.plan.bound import floor
+from memfit.plan.budget import Budget
+from memfit.plan.policies.gist import lossless_codes
 from memfit.plan.policies.registry import POLICIES
-from memfit.report.frontier import Frontier, Limit, Point, exact_policies
+from memfit.report.frontier import Frontier, Limit, Point, exact_policies, frontier
 from memfit.report.frontier_plot import plot
 
 NETWORK = """
@@ -192,3 +203,20 @@ def test_what_is_refused(argv: tuple[str, ...], said: str, tmp_path: Path, capsy
 
 def test_exact_policies_are_all_that_run_and_lose_nothing() -> None:
     assert set(exact_policies()) == {n for n, p in POLICIES.items() if p.decide is not None and not p.is_lossy}
+
+
+def test_what_is_proven_does_not_depend_on_who_plans() -> None:
+    """Within a budget that only ops that hold less are within: it is no proof that the others are not."""
+    model = nn.Sequential(nn.Linear(32, 16384), nn.BatchNorm1d(16384), nn.Linear(16384, 4))
+    step = rewrite(memfit.capture(model, (torch.randn(64, 32),)))
+    tight = tighten(step, proofs=AssumedProofs())
+    costs = roofline(step, device("v100-16gb"), also=[tight])
+    floors = [floor(form, costs, codes=lossless_codes(form, costs)).needed_bytes for form in (step, tight)]
+    assert floors[1] < floors[0]
+    budgets = [Budget(num_bytes=floors[0] - 1), Budget(num_bytes=floors[1] - 1)]
+    limits = {policy: frontier(step, costs, budgets=budgets, policies=(policy,)).limits for policy in ("auto", "sqrt")}
+    none, some = limits["sqrt"]
+    assert none.lower_bound_overhead is None and none.certificate == limits["auto"][0].certificate != ""
+    assert some.certificate == limits["auto"][1].certificate == ""
+    assert some.lower_bound_overhead is not None and limits["auto"][1].lower_bound_overhead is not None
+    assert some.lower_bound_overhead <= limits["auto"][1].lower_bound_overhead + 1e-9

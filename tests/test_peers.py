@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ import torch
 from test_peers_chain import small
 from torch import nn
 
+import memfit
+from memfit import zoo
 from memfit.capture.step import Step
 from memfit.cost.costs import Costs, Link
 from memfit.cost.devices import device
 from memfit.cost.roofline import roofline
-from memfit.errors import MemfitError
+from memfit.errors import DoesNotFit, MemfitError
 from memfit.plan.planner import Planned
 from memfit.plan.policies.registry import POLICIES
 from memfit.report import peers_duel, peers_process, peers_trial, peers_worker
@@ -40,6 +42,9 @@ def plain():
     layers = [module for _ in range(6) for module in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh())]
     return nn.Sequential(*layers), torch.randn(512, 64)
 
+def wide():
+    return nn.Sequential(nn.Linear(32, 16384), nn.BatchNorm1d(16384), nn.Linear(16384, 4)), torch.randn(64, 32)
+
 def dropping():
     layers = [module for _ in range(6) for module in (nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh())]
     return nn.Sequential(*layers), torch.randn(512, 64)
@@ -61,11 +66,12 @@ def own():
 def networks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Small networks to name; what their ops cost is not measured."""
 
-    def prices(step: Step, **_: Any) -> Costs:
+    def prices(step: Step, *, also: Sequence[Step] = (), **_: Any) -> Costs:
         link = Link("disk", "disk", "disk", 100e9, 100e9)
-        return replace(roofline(step, device("titan-x"), workspace="none"), links={"disk": link})
+        return replace(roofline(step, device("titan-x"), workspace="none", also=also), links={"disk": link})
 
     monkeypatch.setattr("memfit.run.fitted.measure", prices)
+    monkeypatch.setattr("memfit.report.peers_planning.measure", prices)
     (tmp_path / "peer_networks.py").write_text(NETWORK)
     monkeypatch.chdir(tmp_path)
 
@@ -182,6 +188,17 @@ def test_budgets_are_lowered_until_activations_are_within(networks: None) -> Non
     assert smallest.proven_bytes <= smallest.budget_bytes <= none.budget_bytes
     assert "no plan needs less" in smallest.proof and " MiB" in smallest.reason
     assert 0 < smallest.activation_bytes <= smallest.keep_activation_bytes
+
+
+def test_the_smallest_budget_is_that_of_fit(networks: None) -> None:
+    """Where nothing fits, fit() prices ops that hold less: so does this."""
+    search = Search("auto", "peer_networks:wide", batch=None, image=None, seed=0)
+    found = search.smallest()
+    assert found.proven_bytes <= found.budget_bytes < search._plan_by(search.costs, 1).peak_bytes
+    model, call = TrainingStep.of(zoo.load("peer_networks:wide", seed=0))
+    memfit.fit(model, budget=1)
+    with pytest.raises(DoesNotFit, match=f"Give a budget of at least {found.budget_bytes:,} bytes"):
+        model(*call)
 
 
 def test_a_policy_that_needs_a_little_more_each_time_is_asked_again(

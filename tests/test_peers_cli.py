@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,6 +189,7 @@ def test_the_tables(asked: list[Any]) -> None:
         ({}, 0),
         ({"within": False}, 1),
         ({"trial": Trial(1.05, 1.0, 1.1, 1.0, 1.0, 5, 9, ("buffer",), "step 1", None)}, 1),
+        ({"trial": None, "within": False, "within_budget": None, "setting": None, "note": "timed out"}, 1),
         ({"trial": Trial(1.5, 1.4, 1.6, 1.5, 1.0, 5, 9, (), None, None)}, 0),
     ],
 )
@@ -196,6 +198,16 @@ def test_the_exit_code_is_about_bits_and_bytes(
 ) -> None:
     monkeypatch.setattr(Contest, "compare", lambda contest, peers, shares: comparison(contest.case, shares, **auto))
     assert run("--networks", "unet")[0] == code
+
+
+def test_without_eager_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(contest: Contest, peers: Any, shares: Any) -> Comparison:
+        eager = replace(comparison(contest.case, shares).rows[0], trial=None, setting=None, note="timed out")
+        return Comparison(contest.case, (eager,))
+
+    monkeypatch.setattr(Contest, "compare", failed)
+    code, text = run("--networks", "unet")
+    assert code == 1 and json.loads(text)["verdicts"] == []
 
 
 @pytest.mark.slow

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memfit.capture.step import Step
 from memfit.cost.costs import PS_PER_S, Costs
 from memfit.errors import BadOption, MemfitError
-from memfit.plan.bound import Bounds
 from memfit.plan.budget import Budget
 from memfit.plan.planner import Planned, plan_step, whole_certificate
-from memfit.plan.policies.gist import lossless_codes
+from memfit.plan.policies.auto import proven_at
 from memfit.plan.policies.registry import POLICIES, policy_named
 
 AUTO = "auto"
@@ -155,7 +153,6 @@ def frontier(
     keep = plan_step(step, costs, optimizer=optimizer)
     resolved = {budget: _in_bytes(budget, keep) for budget in budgets}
     ascending = sorted(resolved, key=resolved.__getitem__)
-    proven = _Proven(step, costs)
     limits: list[Limit] = []
     points: list[Point] = []
     for budget in ascending:
@@ -178,7 +175,7 @@ def frontier(
             points.append(_point(planned, budget, num_bytes))
             auto = planned if policy == AUTO else auto
         progress(f"{budget.text}, the bound")
-        limits.append(_limit(budget, num_bytes, keep, auto, proven))
+        limits.append(_limit(budget, num_bytes, keep, costs, auto))
     return Frontier(
         policies=tuple(policies),
         limits=tuple(limits),
@@ -188,18 +185,6 @@ def frontier(
         keep_activation_bytes=keep.keep_activation_bytes,
         fixed_bytes=keep.fixed_bytes,
     )
-
-
-@dataclass(frozen=True)
-class _Proven:
-    """Bounds for whoever did not plan by `auto`, which brings its own."""
-
-    step: Step
-    costs: Costs
-
-    @cached_property
-    def bounds(self) -> Bounds:
-        return Bounds(self.step, self.costs, lossless_codes(self.step, self.costs))
 
 
 def _in_bytes(budget: Budget, keep: Planned) -> int:
@@ -220,11 +205,13 @@ def _point(planned: Planned, budget: Budget, num_bytes: int) -> Point:
     )
 
 
-def _limit(budget: Budget, num_bytes: int, keep: Planned, auto: Planned | None, proven: _Proven) -> Limit:
+def _limit(budget: Budget, num_bytes: int, keep: Planned, costs: Costs, auto: Planned | None) -> Limit:
+    """What the plan of `auto` brings along, or the same without a plan."""
     share = (num_bytes - keep.fixed_bytes) / keep.keep_activation_bytes if keep.keep_activation_bytes else 0.0
     if auto is not None:
         return Limit(budget.text, num_bytes, share, auto.lower_bound_overhead, auto.certificate)
-    bound = proven.bounds.at(max(num_bytes - keep.optimizer_bytes, 0))
+    bound = proven_at(keep.step, costs, max(num_bytes - keep.optimizer_bytes, 0))
+    least_s = None if bound.over_ps is None else (bound.keep_ps + bound.over_ps) / PS_PER_S
     certificate = "" if bound.certificate is None else bound.certificate.describe()
     certificate = whole_certificate(certificate, state_bytes=keep.optimizer_bytes)
-    return Limit(budget.text, num_bytes, share, bound.overhead, certificate)
+    return Limit(budget.text, num_bytes, share, replace(keep, bound_s=least_s).lower_bound_overhead, certificate)

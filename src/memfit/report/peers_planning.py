@@ -8,16 +8,20 @@ target. The smallest budget that the policy can plan for is found on the way.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from memfit import zoo
 from memfit.api import fit
+from memfit.capture.rewrites.tight import tighten
 from memfit.capture.step import Step
 from memfit.cost.costs import Costs
+from memfit.cost.profile import measure
 from memfit.plan.bound import floor
 from memfit.plan.budget import Budget
 from memfit.plan.planner import Planned, plan_step
 from memfit.plan.policies.gist import lossless_codes
+from memfit.plan.policies.registry import policy_named
 from memfit.report.peers_setting import require_policy
 from memfit.report.step_module import TrainingStep
 
@@ -109,7 +113,11 @@ class Search:
     def smallest(self) -> SmallestBudget:
         """What the policy needs at least, whatever the budget."""
         planned = self._plan(1)
-        proven = floor(self.step, self.costs, codes=lossless_codes(self.step, self.costs))
+        costs = self._all_costs
+        proven = min(
+            (floor(form, costs, codes=lossless_codes(form, costs)) for form in (self.step, self._tight)),
+            key=lambda found: found.needed_bytes,
+        )
         return SmallestBudget(
             budget_bytes=planned.peak_bytes,
             activation_bytes=_activation_bytes(planned),
@@ -134,9 +142,25 @@ class Search:
 
     def _plan(self, budget_bytes: int) -> Planned:
         self._num_plans += 1
-        return plan_step(
-            self.step, self.costs, policy=self._policy, budget=Budget(num_bytes=budget_bytes), headroom=True
-        )
+        planned = self._plan_by(self.costs, budget_bytes)
+        if planned.fits or self._all_costs is self.costs:
+            return planned
+        return self._plan_by(self._all_costs, budget_bytes)
+
+    def _plan_by(self, costs: Costs, budget_bytes: int) -> Planned:
+        return plan_step(self.step, costs, policy=self._policy, budget=Budget(num_bytes=budget_bytes), headroom=True)
+
+    @cached_property
+    def _tight(self) -> Step:
+        """The step with less held at its largest ops, for policies that may need it."""
+        return tighten(self.step) if policy_named(self._policy).asks_ways else self.step
+
+    @cached_property
+    def _all_costs(self) -> Costs:
+        """The prices of both forms, as fit() asks for them where nothing fits."""
+        if self._tight is self.step:
+            return self.costs
+        return self.costs.extended_by(measure(self.step, ways=True, also=[self._tight]))
 
     def _found(self, planned: Planned, budget_bytes: int, misfit: str) -> FoundBudget:
         return FoundBudget(

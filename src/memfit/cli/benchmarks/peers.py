@@ -23,7 +23,7 @@ from memfit.plan.budget import Budget
 from memfit.report.peers import FIRST, SWEEPS, Comparison, Contest
 from memfit.report.peers_journal import Journal, journal
 from memfit.report.peers_process import Case, Workers
-from memfit.report.peers_setting import EAGER, MEMORY_BUDGETS, PEERS, Kind, Peer, peer_named
+from memfit.report.peers_setting import AUTO, EAGER, MEMORY_BUDGETS, PEERS, Kind, Peer, peer_named
 from memfit.report.peers_verdict import verdicts
 
 SUMMARY = "eager, torch.utils.checkpoint, torch.compile's memory budget and our policies, at equal measured peak"
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code 0, or 1 if a step of ours was not exact or auto was above its budget."""
+    """Exit code 0; 1 if a step of ours was not exact, auto was above its budget, or it or eager was not measured."""
     networks = networks_asked_for(arguments.networks) or [
         name for name in SIZES if _has_images(name) or not arguments.channels_last
     ]
@@ -164,8 +164,9 @@ def _report(found: Sequence[Comparison], threads: int | None) -> dict[str, Any]:
 
 def _promises_kept(found: Sequence[Comparison]) -> bool:
     rows = [row for comparison in found for row in comparison.rows]
+    was_measured = all(row.trial is not None for row in rows if row.peer in (EAGER, AUTO))
     exact = all(row.exact is not False for row in rows if row.is_ours)
-    return exact and all(verdict.within_budget is not False for verdict in verdicts(rows))
+    return was_measured and exact and all(verdict.within_budget is not False for verdict in verdicts(rows))
 
 
 def _peers(text: str | None) -> list[Peer]:

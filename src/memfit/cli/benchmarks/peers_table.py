@@ -14,11 +14,13 @@ _HEADER = (
     *("time ratio", "quartiles", "auto over it", "exact"),
 )
 _EXPLANATION = (
-    "Each peer is at the fastest of its settings whose measured activation peak is within that share of eager's "
-    "(! where none is). Peaks are of a process each; times are over eager's, in turn in one process. Where quartiles "
-    "leave open which of the two is faster, auto is also timed beside that peer, and that decides. Exact: loss, "
-    "gradients, buffers and random state, bit for bit, each step from eager's state. torch.compile hands its gradients "
-    "over all at once: its activations are what the step takes at least, without all of them."
+    "Each peer is at the fastest of the settings that were tried whose measured activation peak is within that share "
+    "of eager's (! where none is). With --sweep first, which is usual, no more settings of one peer are tried than it "
+    "takes to find the one within the share that recomputes least. Peaks are of a process each; times are over "
+    "eager's, in turn in one process. Where quartiles leave open which of the two is faster, auto is also timed beside "
+    "that peer, and that decides. Exact: loss, gradients, buffers and random state, bit for bit, each step from "
+    "eager's state. torch.compile hands its gradients over all at once: its activations are what the step takes at "
+    "least, without all of them."
 )
 _YES = {True: "yes", False: "NO", None: "-"}
 

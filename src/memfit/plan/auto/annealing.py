@@ -41,7 +41,7 @@ def anneal(
     lowest, highest = price / _PRICE_RANGE, price * _PRICE_RANGE
     heat = min(1.0, (num_evaluations / (_ENOUGH_EACH * len(movable))) ** 1.5)
     for turn in range(num_evaluations):
-        if turn % _ASK_EVERY == 0 and is_enough(best):
+        if board.allowance.is_late() or (turn % _ASK_EVERY == 0 and is_enough(best)):
             break
         share = turn / num_evaluations
         warmth = heat * max(score[1], 1) * _FIRST_HEAT * (_LAST_HEAT / _FIRST_HEAT) ** share

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from memfit.plan.auto.coded import CodedStep, Switchboard
@@ -17,11 +17,20 @@ class OutOfEvaluations(Exception):
     """The search has used up what it was given."""
 
 
+def _is_never_late() -> bool:
+    return False
+
+
 @dataclass
 class Allowance:
-    """How many evaluations are left. Counting them, not seconds, makes the same plan on every machine."""
+    """How many evaluations are left. Counting them, not seconds, makes the same plan on every machine.
+
+    Attributes:
+        is_late: True once the clock ends the search all the same. Whoever goes through many moves asks.
+    """
 
     left: int
+    is_late: Callable[[], bool] = _is_never_late
 
     def take(self) -> None:
         if self.left <= 0:

@@ -15,13 +15,13 @@ _REFRESH = 16
 
 
 def descend(board: Board, score: Rank, chance: random.Random, *, among: Iterable[int] | None = None) -> Rank:
-    """Try every other move of every site in random order, take what is better, until nothing is."""
+    """Try every other move of every site in random order, take what is better, until nothing is or it is late."""
     indices = list(range(len(board.sites))) if among is None else list(among)
     unchanged = 0
     chance.shuffle(indices)
     for _ in range(_MAX_ROUNDS):
         for index in indices:
-            if unchanged >= len(indices):
+            if unchanged >= len(indices) or board.allowance.is_late():
                 return score
             unchanged += 1
             held = board.moves[index]
@@ -67,11 +67,11 @@ def relieve(board: Board, score: Rank) -> Rank:
     """From too many bytes down: the move that takes most bytes off for the time it adds, again and again.
 
     What a move is worth changes as others are made, but seldom by much. So stale figures stand in a heap, and only the
-    one on top is asked again; all of them every few moves.
+    one on top is asked again; all of them every few moves. When it is late, what it has come to will have to do.
     """
     worth: list[tuple[float, int, int]] = []
     accepted = 0
-    while score[0] > 0:
+    while score[0] > 0 and not board.allowance.is_late():
         if accepted % _REFRESH == 0:
             worth = _all_worths(board, score)
             heapq.heapify(worth)
@@ -94,6 +94,8 @@ def relieve(board: Board, score: Rank) -> Rank:
 def _all_worths(board: Board, score: Rank) -> list[tuple[float, int, int]]:
     found = []
     for index, site in enumerate(board.sites):
+        if board.allowance.is_late():
+            break
         for number in range(len(site.moves)):
             fresh = _worth(board, score, index, number)
             if fresh is not None:

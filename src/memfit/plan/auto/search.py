@@ -25,6 +25,8 @@ _NUM_DESCENTS = 3
 """How many of the starts by price are descended from; greedy's, and those of other policies, come on top."""
 _SHORT_STEP = 1_500
 """Ops of a step that is planned with all evaluations: those of resnet152, not those of gpt2."""
+_PATIENCE = 4
+"""A plan that comes late is better than none. Without a compiler one evaluation takes up to a quarter of a second."""
 _ROUNDS = 4
 """Of windows, between which the best is kept: what is found after that is lost if evaluations run out."""
 _ANNEALED = 0.75
@@ -37,7 +39,7 @@ class Effort:
 
     Attributes:
         num_evaluations: over all starts and rounds.
-        cap_s: seconds after which no further round is begun.
+        cap_s: seconds after which a search ends, as soon as anything fits; at the latest after _PATIENCE times as many.
         seed: of the random order in which things are tried.
     """
 
@@ -70,14 +72,14 @@ class Search:
         # Without transfers there is nothing for which a slower way would leave room.
         ways = way_sites_of(coded, budget_bytes) if plain.tiers else ()
         self.sites: tuple[Site | WaySite, ...] = (*sites, *ways)
-        self.board = Board(coded, self.sites, budget_bytes, Allowance(effort.num_evaluations))
         self.effort = effort
         self.target_ps = 0
         """No plan is faster than that, as far as is known: what is that fast ends the search."""
         self._chance = random.Random(effort.seed)
-        self._deadline_s = time.perf_counter() + effort.cap_s
+        self._begun_s = time.perf_counter()
         self.best: Rank = (sys.maxsize, 0)
         self.best_moves: list[int] = [0] * len(self.sites)
+        self.board = Board(coded, self.sites, budget_bytes, Allowance(effort.num_evaluations, self._is_late))
         self.history: list[list[int]] = []
         """All that was the best at its time, the newest last."""
         self._starts: list[tuple[Rank, list[int], str]] = []
@@ -94,12 +96,22 @@ class Search:
     def is_cut_short(self) -> bool:
         """True if evaluations are left that the clock did not allow."""
         is_good = self.fits and self.best[1] <= self.target_ps
-        return not is_good and self.board.allowance.left > 0 and time.perf_counter() > self._deadline_s
+        return not is_good and self.board.allowance.left > 0 and self._took_s > self.effort.cap_s
 
     def is_enough(self, score: Rank | None = None) -> bool:
         """True if nothing better is worth looking for, or there is no time."""
         found = self.best if score is None else score
-        return (found[0] == 0 and found[1] <= self.target_ps) or time.perf_counter() > self._deadline_s
+        return (found[0] == 0 and found[1] <= self.target_ps) or self._is_late()
+
+    @property
+    def _took_s(self) -> float:
+        return time.perf_counter() - self._begun_s
+
+    def _is_late(self) -> bool:
+        """True once the clock ends the search; of what it has nothing to show for yet, only much later."""
+        if not self.history:
+            return False
+        return self._took_s > self.effort.cap_s * (1 if self.fits else _PATIENCE)
 
     def offer(self, moves: Sequence[int], found_by: str) -> None:
         """Evaluate one start, which may leave open in which ways ops are computed."""
@@ -121,6 +133,8 @@ class Search:
         """Everything kept, and the starts by price: a first plan in a fraction of a second."""
         self.offer([0] * len(self.sites), "keep")
         for moves in priced_starts(self.plain, self.coded, self.storage_sites):
+            if self._is_late():
+                break
             self.offer(moves, "prices")
 
     def descend(self) -> None:

@@ -161,6 +161,13 @@ def decide(step: Step, costs: Costs, budget_bytes: int | None) -> Decided:
     )
 
 
+def proven_at(step: Step, costs: Costs, budget_bytes: int) -> Bound:
+    """What is proven of all plans within the budget, of either form of the step; none is made for it."""
+    forms = _forms(step, costs)
+    plain = forms.plain.bounds.at(budget_bytes)
+    return plain if forms.tight is None else _weaker(plain, forms.tight.bounds.at(budget_bytes))
+
+
 def _proofs(costs: Costs) -> Proofs:
     """Whether ops give the same bits is tested on this machine; of others it is taken to be so."""
     return PROOFS if costs.device == HERE else AssumedProofs()
