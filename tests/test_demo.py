@@ -106,14 +106,15 @@ def test_all_three_get_what_they_should(monkeypatch: pytest.MonkeyPatch) -> None
 
     def train(request: dict[str, Any]) -> Trained:
         asked.append(request)
-        return (EAGER, LIMITED, FITTED)[len(asked) - 1]
+        return (EAGER, LIMITED, FITTED, FITTED)[len(asked) - 1]
 
     monkeypatch.setattr(limited, "_train", train)
     found = limited.train_limited("net", batch=8, image=64, steps=4, share=0.65, threads=2)
     assert not found.failures and (found.eager, found.eager_limited, found.fitted) == (EAGER, LIMITED, FITTED)
     allowance = int(0.65 * EAGER.peak_bytes)
-    assert [request["allowance_bytes"] for request in asked] == [None, allowance, allowance]
-    assert [request["fit"] for request in asked] == [None, None, {"budget": found.budget_bytes}]
+    assert [request["allowance_bytes"] for request in asked] == [None, allowance, None, allowance]
+    assert [request["fit"] for request in asked] == [None, None, *[{"budget": found.budget_bytes}] * 2]
+    assert asked.pop(2)["steps"] == 1, "what ops cost is measured without the limit"
     assert 0 < found.budget_bytes < allowance == found.allowance_bytes
     same = {"network": "net", "batch": 8, "image": 64, "steps": 4, "seed": 0, "threads": 2}
     assert all(request | same == request for request in asked)

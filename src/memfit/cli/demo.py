@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         batch, image = batch or _BATCH, image or _IMAGE
     screen.line("Training one network three times from the same weights, each time in a process of its own:")
     screen.line("in plain PyTorch, in plain PyTorch within a limit on the process's memory, and within the same limit")
-    screen.line("through memfit.fit(model, budget=...). The first time, memfit measures what ops cost here.")
+    screen.line("through memfit.fit(model, budget=...). What ops cost here is measured before, in one without a limit.")
     screen.line()
     with num_threads(arguments.threads):
         found = train_limited(

@@ -3,9 +3,11 @@
 [Note: the limit]
 Linux limits what a process may have (RLIMIT_DATA): private memory that can be written, thread stacks and what malloc
 holds included. It is set after everything is imported and one tiny step is done, to what is there by then and an
-allowance. All that comes later is within it: the network, its data, capturing, measuring (workspaces in a process of
-its own, which inherits the limit), planning, and training. A part of the allowance (`_MARGIN_BYTES`) is not given to
-fit() as its budget: that is for tensors and workspaces; Python's objects, threads and malloc's holes are neither.
+allowance. All that comes later is within it: the network, its data, capturing, planning, and training. Not measuring:
+what ops cost is measured once on a machine, and a process of its own does that before, without a limit. A process that
+has measured keeps memory that the limit counts although next to nothing of it is touched, and ran out of it. A part of
+the allowance (`_MARGIN_BYTES`) is not given to fit() as its budget: that is for tensors and workspaces; Python's
+objects, threads and malloc's holes are neither.
 
 How large that part has to be is what `memfit demo --json` says of the time between two steps (`between_steps`). With
 resnet50, batch 32, the process then has 361 MiB of such memory more than before the network was there, of which
@@ -191,8 +193,10 @@ def train_limited(
         )
     progress(f"{network} in eager, within {allowance / 2**20:,.0f} MiB")
     eager_limited = _train(request | {"allowance_bytes": allowance, "fit": None})
-    progress(f"{network} with memfit, within {allowance / 2**20:,.0f} MiB")
     options = {"budget": max(budget, 1)} | ({} if policy is None else {"policy": policy})
+    progress(f"measuring what the ops of {network} cost here, without a limit")
+    _train(request | {"allowance_bytes": None, "fit": options, "steps": 1})
+    progress(f"{network} with memfit, within {allowance / 2**20:,.0f} MiB")
     fitted = _train(request | {"allowance_bytes": allowance, "fit": options})
     return LimitedTraining(network, batch, image, steps, allowance, budget, eager, eager_limited, fitted, busy_share)
 
@@ -204,7 +208,8 @@ def _train(request: dict[str, Any]) -> Trained:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0 and done.stdout:
         answer = json.loads(done.stdout)
-        if answer["losses"] or request["allowance_bytes"] is not None or answer["error"] is None:
+        is_eager = request["allowance_bytes"] is None and request["fit"] is None
+        if answer["losses"] or not is_eager or answer["error"] is None:
             return Trained(**{**answer, "losses": tuple(answer["losses"]), "step_s": tuple(answer["step_s"])})
         raise MemfitError(f"training {request['network']} in eager fails: {answer['error']}")
     lines = done.stderr.strip().splitlines()
